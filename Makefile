@@ -1,0 +1,61 @@
+# make demo | test | test-slow | lint | format | bench | clean
+# Needs python3 (3.11 or newer) and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test test-slow lint format bench clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+# One stamp per set of packages. When pyproject.toml or constraints.txt change, the virtualenv is made anew,
+# so that it never holds a package the files no longer name.
+$(VENV)/made: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "equipoise needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	@echo 'setting up $(VENV) (once; a minute or two)'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/with-demo: $(VENV)/made
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/with-dev: $(VENV)/made
+	$(PIP) -e '.[dev,demo,onnx]'
+	@touch $(VENV)/with-demo $@
+
+$(VENV)/with-bench: $(VENV)/made
+	$(PIP) -e '.[bench]'
+	@touch $@
+
+demo: $(VENV)/with-demo
+	$(BIN)/python examples/digits.py
+
+# Two workers with one thread each are faster and steadier on small tensors than one worker with all threads.
+test test-slow: export OMP_NUM_THREADS = 1
+test: $(VENV)/with-dev
+	$(BIN)/python -m pytest -q -n 2
+
+test-slow: $(VENV)/with-dev
+	$(BIN)/python -m pytest -q -n 2 -m slow
+
+# The wrapper would ask the network whether a newer pyright exists.
+lint: export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+lint: $(VENV)/with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/with-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/with-bench
+	$(BIN)/python benchmarks/bench.py
+
+clean:
+	rm -rf $(VENV) runs dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

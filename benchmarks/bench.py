@@ -1,0 +1,299 @@
+"""equipoise beside torchdeq: evaluations, time, overhead, memory, and one slow sample in a batch.
+
+    python benchmarks/bench.py [--only dense conv mdeq memory slow] [--rounds N] [--threads N] [--json FILE]
+
+Machines are noisy, so contenders run in turns (A, B, C, A, B, C, ...) in one process, every comparison is between runs
+of the same round, and the medians over the rounds are printed. Overhead is the time of a solve divided by the time
+it spent inside f, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import equipoise as eq
+from contenders import Contender, contenders, direction, loss
+from probe import Probe
+from problems import PROBLEMS, Problem, endless, leaves, one_slow_sample, relative_residual
+
+LOOSE, TIGHT = 1e-3, 1e-6
+LIMIT = eq.Tolerance(relative=TIGHT, max_steps=200)
+REFERENCE = "Anderson(6)"
+
+Row = dict[str, object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """One run: how long it took, and how much of it was f (and its products with J^T)."""
+
+    seconds: float
+    inside: float
+
+    @property
+    def overhead(self) -> float:
+        return self.seconds / self.inside
+
+
+def in_turns(runs: Mapping[str, Callable[[], T]], rounds: int, budget: float = 8.0) -> dict[str, list[T]]:
+    """Runs everything in turns; what has used up its seconds sits out the later rounds, but never the first two."""
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    spent = dict.fromkeys(runs, 0.0)
+    for round_ in range(rounds):
+        for name, run in runs.items():
+            if round_ < 2 or spent[name] < budget:
+                began = perf_counter()
+                results[name].append(run())
+                spent[name] += perf_counter() - began
+    return results
+
+
+def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """The median over the rounds both took part in."""
+    return median(a / b for a, b in zip(times, reference, strict=False))
+
+
+# --- solving ----------------------------------------------------------------------------------------------------------
+
+
+def forward_table(problem: Problem, players: Sequence[Contender], rounds: int) -> list[Row]:
+    rows: dict[str, Row] = {}
+    runs: dict[str, Callable[[], tuple[Clock, float]]] = {}
+    for player in players:
+        loose = player.prepare(problem, LOOSE)
+        tight = player.prepare(problem, TIGHT)
+        rows[player.name] = {"solver": player.name, f"calls to {LOOSE:g}": loose, f"to {TIGHT:g}": tight}
+        if tight is not None:
+            runs[player.name] = lambda player=player: timed_solve(problem, player)
+    results = in_turns(runs, rounds)
+    reference = [clock.seconds for clock, _ in results[REFERENCE]]
+    for name, solves in results.items():
+        clocks = [clock for clock, _ in solves]
+        rows[name] |= {
+            "residual": max(residual for _, residual in solves),
+            "ms": 1e3 * median(c.seconds for c in clocks),
+            "time ratio": ratio([c.seconds for c in clocks], reference),
+            "overhead": median(c.overhead for c in clocks),
+        }
+    return list(rows.values())
+
+
+def timed_solve(problem: Problem, player: Contender) -> tuple[Clock, float]:
+    """With the true residual of the value returned, worst sample, as the check that the solve was one."""
+    probe = Probe(problem.f)
+    began = perf_counter()
+    z = player.solve(problem, probe)
+    clock = Clock(perf_counter() - began, probe.seconds)
+    with torch.no_grad():
+        return clock, float(relative_residual(z, problem.f(z, *problem.inputs)).max())
+
+
+# --- solving and differentiating --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    forward: Clock
+    backward: Clock
+    gradient: Tensor
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+
+def gradient_table(problem: Problem, players: Sequence[Contender], rounds: int) -> list[Row]:
+    """For the players that are prepared for the forward solve."""
+    rows: dict[str, Row] = {}
+    runs: dict[str, Callable[[], Step]] = {}
+    for player in players:
+        products = player.prepare_backward(problem, TIGHT)
+        rows[player.name] = {"solver": player.name, f"products to {TIGHT:g}": products}
+        if products is not None:
+            runs[player.name] = lambda player=player: timed_step(problem, player)
+    results = in_turns(runs, rounds)
+    reference = results[REFERENCE]
+    for name, steps in results.items():
+        difference = (steps[-1].gradient - reference[-1].gradient).norm() / reference[-1].gradient.norm()
+        rows[name] |= {
+            "ms forward": 1e3 * median(s.forward.seconds for s in steps),
+            "ms backward": 1e3 * median(s.backward.seconds for s in steps),
+            "time ratio": ratio([s.seconds for s in steps], [s.seconds for s in reference]),
+            "ratio backward": ratio([s.backward.seconds for s in steps], [s.backward.seconds for s in reference]),
+            "overhead backward": median(s.backward.overhead for s in steps),
+            "gradient off by": float(difference),
+        }
+    return list(rows.values())
+
+
+def timed_step(problem: Problem, player: Contender) -> Step:
+    """The gradient of a fixed projection of z* with respect to every parameter and input."""
+    wanted = [*problem.f.parameters(), *(x.requires_grad_() for x in problem.inputs)]
+    v = direction(problem)
+    probe = Probe(problem.f)
+    began = perf_counter()
+    value = player.differentiable(problem, probe)
+    forward = Clock(perf_counter() - began, probe.seconds)
+    objective = loss(value, v)
+    probe.seconds = 0.0
+    began = perf_counter()
+    gradients = torch.autograd.grad(objective, wanted)
+    probe.close()
+    backward = Clock(perf_counter() - began, probe.seconds)
+    return Step(forward, backward, torch.cat([g.flatten() for g in gradients]))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_table(few: int = 20, many: int = 200) -> list[Row]:
+    """Peak memory of a forward solve and its implicit backward pass, all steps used, beyond what was there before."""
+    problem = endless()
+    state = sum(z.nbytes for z in leaves(problem.z0))
+    rows: dict[str, Row] = {}
+    for steps in (few, many):
+        for player in contenders(replace(LIMIT, max_steps=steps, patience=None)):
+            peak, calls = peak_memory(problem, player)
+            row = rows.setdefault(player.name, {"solver": player.name})
+            row |= {f"calls, {steps} steps": calls, f"states, {steps} steps": peak / state}
+    for row in rows.values():
+        row["growth"] = row[f"states, {many} steps"] / row[f"states, {few} steps"]  # type: ignore[operator]
+    return list(rows.values())
+
+
+def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
+    """In bytes, and the calls and products it took.
+
+    Counted from torch's own record of every allocation: exact and repeatable, where the resident size of the process
+    depends on what malloc keeps.
+    """
+    probe = Probe(problem.f)
+    v = direction(problem)
+    with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.autograd.grad(loss(player.differentiable(problem, probe), v), list(problem.f.parameters()))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak, probe.calls + probe.products
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """The profiler announces its start and stop from C++ whatever the log level."""
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nothing)
+
+
+# --- one slow sample --------------------------------------------------------------------------------------------------
+
+
+def slow_table() -> list[Row]:
+    """Rows (samples x calls) computed for the batch, beside the sum of what each sample needs alone."""
+    problem = one_slow_sample()
+    rows: list[Row] = []
+    for player in contenders(replace(LIMIT, max_steps=1000, patience=None)):
+        calls = player.prepare(problem, TIGHT)
+        row: Row = {"solver": player.name, "calls": calls}
+        rows.append(row)
+        if calls is not None:
+            together = rows_computed(problem, player)
+            alone = rows_alone(problem, player)
+            row |= {"rows": together, "rows alone": alone, "ratio": together / alone}
+    return rows
+
+
+def rows_computed(problem: Problem, player: Contender) -> int:
+    probe = Probe(problem.f)
+    player.solve(problem, probe)
+    return probe.rows
+
+
+def rows_alone(problem: Problem, player: Contender) -> int:
+    total = 0
+    for i in range(len(leaves(problem.z0)[0])):
+        sample = replace(problem, z0=problem.z0[i : i + 1], inputs=tuple(x[i : i + 1] for x in problem.inputs))
+        total += player.prepare(sample, TIGHT) or 0
+    return total
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for line in cells:
+        print("  " + "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]), flush=True)
+
+
+def text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1e}" if value < 1e-2 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def main() -> None:
+    sections = [*PROBLEMS, "memory", "slow"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections, metavar="NAME", help=f"of {sections}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here too")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns each contender gets (default 7)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(arguments.threads)
+    print(f"equipoise {eq.__version__}, torchdeq 0.1.0, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"- : not reached in {LIMIT.max_steps} steps; time ratio: to {REFERENCE}, in turns")
+    tables: dict[str, list[Row]] = {}
+
+    def add(title: str, rows: list[Row]) -> None:
+        tables[title] = rows
+        show(title, rows)
+
+    for name in (n for n in PROBLEMS if n in arguments.only):
+        problem = PROBLEMS[name]()
+        players = contenders(LIMIT)
+        forward = forward_table(problem, players, arguments.rounds)
+        add(f"{problem.title}: solve", forward)
+        there = [p for p, row in zip(players, forward, strict=True) if "ms" in row]
+        add(f"{problem.title}: solve and differentiate", gradient_table(problem, there, arguments.rounds))
+    if "memory" in arguments.only:
+        add("peak memory of solve and implicit gradient, in sizes of the state, by steps allowed", memory_table())
+    if "slow" in arguments.only:
+        add("one slow sample among 128: rows computed", slow_table())
+    if arguments.json:
+        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The front door: the function :func:`fixed_point` and the module :class:`Equilibrium`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
+from equipoise.problem import FunctionProblem, leaves
+from equipoise.solution import Solution
+from equipoise.solvers import Anderson, Progress, Solver
+from equipoise.tolerance import Tolerance
+
+ON_FAILURE = ("warn", "raise", "ignore")
+
+
+def fixed_point(
+    f: Callable[..., Any],
+    z0: Any,
+    *inputs: Any,
+    solver: Solver = Anderson(),
+    tolerance: Tolerance = Tolerance(),
+    gradient: GradientRule = ImplicitGradient(),
+    on_failure: str = "warn",
+    compact: bool = True,
+    trace: bool = False,
+    callback: Callable[[Progress], object] | None = None,
+    check_every: int = 1,
+) -> Solution:
+    """Solve z = f(z, *inputs) for every sample of a batch.
+
+    Args:
+        f: ``f(z, *inputs) -> z``; a function or module. Parameters and captured tensors get their gradients too.
+        z0: where to start: a tensor or a nested tuple of tensors, batch first (a batch of 1 is broadcast), or a function
+            of the inputs that returns one.
+        inputs: tensors or tuples of tensors, batch first. Given explicitly, they let finished samples be left out.
+        solver: how to iterate; an object such as ``Anderson(memory=5)``.
+        tolerance: when a sample is solved.
+        gradient: how to differentiate; used only when a gradient is needed.
+        on_failure: "warn", "raise" or "ignore" when samples fail; holds for the backward solve too.
+        compact: leave finished samples out of the computation (needs ``inputs``).
+        trace: keep the residuals of every check in ``stats.trace``.
+        callback: called with a :class:`~equipoise.solvers.Progress` at every check.
+        check_every: look at the residuals only every so many steps; each look synchronises with the device once.
+
+    Returns:
+        A :class:`Solution`; ``sol.value`` is structured like z0.
+
+    Example:
+        >>> W = 0.5 * torch.eye(3)
+        >>> sol = eq.fixed_point(lambda z, x: torch.tanh(z @ W + x), torch.zeros(1, 3), torch.randn(8, 3))
+        >>> sol.value.shape, bool(sol.converged.all())
+        (torch.Size([8, 3]), True)
+    """
+    check_options(solver, tolerance, gradient, on_failure, check_every)
+    problem, z, image = FunctionProblem.start(f, z0, inputs)
+    forward = Forward(problem, z, image, solver, tolerance, compact, trace, callback, check_every)
+    report = Report(on_failure)
+    if problem.needs_gradient:
+        rows, solved = gradient.run(forward, report)
+    else:
+        solved = forward.solve()
+        rows = solved.z
+    report.failure(solved.stats, "forward")
+    solution = Solution(problem.layout.unpack(rows), solved.stats, solved=solved)
+    report.solution = weakref.ref(solution)
+    return solution
+
+
+def check_options(solver: Any, tolerance: Any, gradient: Any, on_failure: Any, check_every: Any) -> None:
+    for name, value, kind, example in (
+        ("solver", solver, Solver, "equipoise.Anderson(memory=5)"),
+        ("tolerance", tolerance, Tolerance, "equipoise.Tolerance(relative=1e-4)"),
+        ("gradient", gradient, GradientRule, "equipoise.ImplicitGradient()"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}; it must be an object such as {example}.")
+    if on_failure not in ON_FAILURE:
+        raise ValueError(f"on_failure is {on_failure!r}; allowed: {', '.join(map(repr, ON_FAILURE))}.")
+    if not isinstance(check_every, int) or check_every < 1:
+        raise ValueError(f"check_every is {check_every!r}; it must be a whole number of at least 1.")
+
+
+class Equilibrium(nn.Module):
+    """A layer whose output is the fixed point of ``f``. It stores nothing: warm start by passing ``z0``.
+
+    Args:
+        f: a module (or function) ``f(z, *inputs) -> z``.
+        initial: where to start: a function of the inputs; or the shape of one sample, e.g. ``(64,)``, or a tuple of such
+            shapes, for zeros; None is zeros like the first input.
+        solver, tolerance, gradient, on_failure, compact, check_every: as in :func:`fixed_point`.
+
+    Example:
+        >>> layer = eq.Equilibrium(MyCell(), initial=(64,), solver=eq.Anderson(memory=5))
+        >>> y = layer(x)
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        *,
+        initial: Any = None,
+        solver: Solver = Anderson(),
+        tolerance: Tolerance = Tolerance(),
+        gradient: GradientRule = ImplicitGradient(),
+        on_failure: str = "warn",
+        compact: bool = True,
+        check_every: int = 1,
+    ):
+        super().__init__()
+        check_options(solver, tolerance, gradient, on_failure, check_every)
+        if not callable(f):
+            raise TypeError(f"f is a {type(f).__name__}; it must be a module or function f(z, *inputs) -> z.")
+        if not (initial is None or callable(initial) or is_shape(initial)):
+            raise TypeError(
+                f"initial is {initial!r}; it must be None, a function of the inputs, the shape of one sample, "
+                "or a tuple of such shapes."
+            )
+        self.f = f
+        self.initial = initial
+        self.solver = solver
+        self.tolerance = tolerance
+        self.gradient = gradient
+        self.on_failure = on_failure
+        self.compact = compact
+        self.check_every = check_every
+
+    def forward(self, *inputs: Any, z0: Any = None) -> Any:
+        return self.solve(*inputs, z0=z0).value
+
+    def solve(
+        self,
+        *inputs: Any,
+        z0: Any = None,
+        trace: bool = False,
+        callback: Callable[[Progress], object] | None = None,
+    ) -> Solution:
+        """The whole :class:`Solution` for the same call."""
+        return fixed_point(
+            self.f,
+            self.start(inputs) if z0 is None else z0,
+            *inputs,
+            solver=self.solver,
+            tolerance=self.tolerance,
+            gradient=self.gradient,
+            on_failure=self.on_failure,
+            compact=self.compact,
+            trace=trace,
+            callback=callback,
+            check_every=self.check_every,
+        )
+
+    def start(self, inputs: tuple[Any, ...]) -> Any:
+        """The initial value for these inputs."""
+        if callable(self.initial):
+            return self.initial(*inputs)
+        if not inputs:
+            raise ValueError("an Equilibrium called without inputs needs z0, which also sets the batch size.")
+        like = leaves(inputs[0], "inputs[0]")[0][1]
+        if self.initial is None:
+            return torch.zeros_like(like)
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+
+        def zeros(shape: Any) -> Any:
+            if shape and isinstance(shape[0], tuple | list):
+                return tuple(zeros(part) for part in shape)
+            return torch.zeros(like.shape[0], *shape, dtype=dtype, device=like.device)
+
+        return zeros(self.initial)
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, tolerance={self.tolerance}, gradient={self.gradient}"
+
+
+def is_shape(initial: Any) -> bool:
+    if not isinstance(initial, tuple | list):
+        return False
+    return all(isinstance(n, int) and n >= 0 for n in initial) or all(is_shape(part) for part in initial)

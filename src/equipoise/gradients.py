@@ -1,0 +1,227 @@
+"""How a solution is differentiated: implicitly, by a few recorded steps, or by recording them all.
+
+A gradient rule is an object of its own, chosen independently of the solver. The implicit one is explained in
+:mod:`equipoise.implicit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.gradient_paths import require_gradient_paths
+from equipoise.implicit import Adjoint, Report, recorded, with_gradient_of
+from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning
+from equipoise.solvers.base import Solved, Solver, solve
+from equipoise.solvers.broyden import Broyden
+from equipoise.solvers.picard import Picard
+from equipoise.tolerance import Tolerance, row_norms
+from equipoise.validation import options, require
+
+
+@dataclass
+class Forward:
+    """A forward solve that is ready to run; ``z`` are the rows of z0, with their graph."""
+
+    problem: FunctionProblem
+    z: Tensor
+    image: Tensor
+    solver: Solver
+    tolerance: Tolerance
+    compact: bool
+    trace: bool
+    callback: Callable[..., object] | None
+    check_every: int
+
+    def solve(self, keep_state: bool = False) -> Solved:
+        return solve(
+            self.problem,
+            self.z.detach(),
+            self.image,
+            self.solver,
+            self.tolerance,
+            compact=self.compact,
+            trace=self.trace,
+            callback=self.callback,
+            check_every=self.check_every,
+            keep_state=keep_state,
+        )
+
+
+class GradientRule(ABC):
+    """Runs the forward solve in its own way and returns the value's rows with a gradient attached."""
+
+    @abstractmethod
+    def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]: ...
+
+
+@options
+class ImplicitGradient(GradientRule):
+    """The gradient of the equilibrium itself, by the implicit function theorem; memory does not grow with steps.
+
+    For a loss with gradient v at z*, solves the adjoint system u = v + J^T u, J the Jacobian of f at z*, and pulls u back
+    through one recorded evaluation of f. With ``create_graph=True`` the adjoint system is differentiated in the same
+    way, to every order. z* does not depend on z0, which therefore gets no gradient.
+
+    Args:
+        solver: for the adjoint system; None takes the forward solver (NewtonKrylov: its inner one).
+        tolerance: for the adjoint system; None takes the forward one.
+        start: a guess of u, structured like the value, e.g. the ``adjoint`` of an earlier Solution.
+        shine: start from the inverse Jacobian estimate of a forward :class:`Broyden` solve. With
+            ``tolerance=Tolerance(max_steps=1)`` the estimate is used as it is, its residual reported.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, gradient=eq.ImplicitGradient(solver=eq.GMRES()))
+
+    Reference: S. Bai, J. Z. Kolter, V. Koltun, "Deep equilibrium models" (2019), theorem 1; Z. Ramzi et al.,
+    "SHINE" (2022).
+    """
+
+    solver: Solver | None = None
+    tolerance: Tolerance | None = None
+    start: Any = field(default=None, compare=False, repr=False)
+    shine: bool = False
+
+    def __post_init__(self) -> None:
+        require(self, "solver", kind=Solver, optional=True)
+        require(self, "tolerance", kind=Tolerance, optional=True)
+        require(self, "shine", kind=bool)
+
+    def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
+        if self.shine and not isinstance(forward.solver, Broyden):
+            raise TypeError(
+                f"ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is {forward.solver!r}: "
+                "use solver=Broyden(...), or shine=False."
+            )
+        solved = forward.solve(keep_state=self.shine)
+        adjoint = Adjoint(
+            self.solver or forward.solver.for_adjoint(), self.tolerance or forward.tolerance, forward.compact, report
+        )
+        if self.start is not None:
+            start = forward.problem.layout.pack(self.start).detach()
+            adjoint.start = lambda cotangent: start
+        elif self.shine and isinstance(forward.solver, Broyden):
+            adjoint.start = partial(forward.solver.adjoint_estimate, solved.state)
+
+        def attach(problem: FunctionProblem, equilibrium: Tensor, residual: Tensor) -> Tensor:
+            value, image = adjoint.attach(problem, equilibrium)
+            check_record(problem, equilibrium, image, residual)
+            return value
+
+        return on_finite_samples(solved, attach), solved
+
+
+@options
+class PhantomGradient(GradientRule):
+    """The gradient of a few damped steps from the equilibrium on: an approximation without a backward solve.
+
+    Args:
+        steps: recorded steps; 1 is the one-step gradient.
+        damping: of each step, z <- (1 - damping) f(z) + damping z.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, gradient=eq.PhantomGradient(steps=5, damping=0.5))
+
+    Reference: Z. Geng et al., "On training implicit models" (2021), the unrolling-based phantom gradient.
+    """
+
+    steps: int = 1
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self, "steps", at_least=1, whole=True)
+        require(self, "damping", at_least=0.0, below=1.0)
+
+    def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
+        solved = forward.solve()
+        return on_finite_samples(solved, self.attach), solved
+
+    def attach(self, problem: FunctionProblem, equilibrium: Tensor, residual: Tensor) -> Tensor:
+        z = equilibrium
+        for k in range(self.steps):
+            image = recorded(problem, z)
+            if k == 0:
+                check_record(problem, z, image, residual)
+            z = torch.lerp(image, z, self.damping) if self.damping else image
+        # The value stays the equilibrium, whose residual was measured: only its gradient is that of the steps.
+        return with_gradient_of(z, equilibrium)
+
+
+@options
+class UnrolledGradient(GradientRule):
+    """``steps`` plain steps from z0, recorded: ordinary back-propagation, z0 included. The solver is not used.
+
+    Memory grows with the steps.
+
+    Args:
+        steps: recorded steps.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, gradient=eq.UnrolledGradient(steps=10))
+    """
+
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        require(self, "steps", at_least=1, whole=True)
+
+    def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
+        if forward.callback is not None:
+            raise ValueError("UnrolledGradient takes its steps without a solver and calls no callback: leave it out.")
+        problem, z = forward.problem, forward.z
+        problem.count = Count()  # the evaluation at the door is not one of the steps
+        residuals = []
+        for k in range(self.steps):
+            image = recorded(problem, z)
+            if k == 0:
+                require_gradient_paths(problem, z, image)
+            if forward.trace:
+                residuals.append((row_norms(image - z) / row_norms(image)).detach())
+            z = image
+        with torch.no_grad():
+            image = problem(z.detach())
+        last = dataclasses.replace(forward.tolerance, max_steps=1)
+        solved = solve(problem, z.detach(), image, Picard(), last)  # measures the residual there, no more
+        solved.stats.steps = solved.stats.steps + self.steps
+        if forward.trace:
+            solved.stats.trace = torch.stack([*residuals, solved.stats.residual])
+        return z, solved
+
+
+def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
+    """The recorded image must reach every tensor that needs a gradient, and be the one the solver saw."""
+    require_gradient_paths(problem, z, image)
+    with torch.no_grad():
+        again = row_norms(image - z) / row_norms(image)
+        allowed = 0.01 * residual + 100 * problem.rounding
+        differs = torch.isfinite(residual) & ~((again - residual).abs() <= allowed)
+        if bool(differs.any()):
+            warnings.warn(
+                f"f is no function of z: at the same z its residual was {residual[differs][0]:.2e} during the solve and "
+                f"{again[differs][0]:.2e} after it. Look for dropout, noise, BatchNorm or state inside f.",
+                ImpureFunctionWarning,
+                stacklevel=6,
+            )
+
+
+def on_finite_samples(solved: Solved, attach: Callable[[FunctionProblem, Tensor, Tensor], Tensor]) -> Tensor:
+    """Attach a gradient where f is finite at the value; a sample where it is not would spoil every gradient sum.
+
+    Leaving samples out needs explicit inputs; without them all samples are recorded together.
+    """
+    residual, problem = solved.stats.residual, solved.problem
+    assert isinstance(problem, FunctionProblem)
+    finite = torch.isfinite(residual)
+    if not problem.gatherable or bool(finite.all()):
+        return attach(problem, solved.z, residual)
+    rows = finite.nonzero().squeeze(1)
+    part = attach(problem.take(rows), solved.z[rows], residual[rows])
+    return solved.z.index_copy(0, rows, part)

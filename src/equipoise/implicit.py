@@ -1,0 +1,229 @@
+"""Implicit differentiation, to every order.
+
+Let z* solve z = f(z, theta). For a loss with gradient v at z*, the gradient with respect to theta is u^T df/dtheta, where u
+solves the adjoint system u = v + J^T u, J = df/dz at z*: again a fixed point, solved by the same loop.
+
+First order: f is recorded once at z*, and autograd pulls u back through that record to whatever f captured. Higher
+orders (``create_graph=True``): u is itself the solution of a fixed-point problem in (v, z*, theta) and is attached in
+the same way; u^T df/dtheta is evaluated apart from the running graph (:class:`_Isolated`), since z* in it is the output
+of the very node whose backward is running, and asking autograd to pass through that node would wait for ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.graph import captured_leaves
+from equipoise.problem import Count, FunctionProblem, Problem
+from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
+from equipoise.solvers.base import Solved, Solver, solve
+from equipoise.tolerance import Tolerance
+
+
+@dataclass
+class Report:
+    """Where a solve tells how it went: a warning or an error, and the Solution if it is still in use."""
+
+    on_failure: str
+    solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
+
+    def failure(self, stats: Statistics, which: str) -> None:
+        if self.on_failure == "ignore" or (message := failure_message(stats, which)) is None:
+            return
+        if self.on_failure == "raise":
+            raise ConvergenceError(message, stats)
+        warnings.warn(message, ConvergenceWarning, stacklevel=4)
+
+    def backward(self, solved: Solved) -> None:
+        solution = self.solution() if self.solution is not None else None
+        if solution is not None:
+            solution.backward = solved.stats
+            solution.adjoint = solved.problem.layout.unpack(solved.z)
+        self.failure(solved.stats, "backward")
+
+
+def recorded(problem: Problem, z: Tensor) -> Tensor:
+    """f at ``z`` with its graph."""
+    with torch.enable_grad():
+        if problem.autocast:
+            torch.clear_autocast_cache()  # weights that were cast inside the loop were cast without a graph
+        return problem(z)
+
+
+def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
+    """``value`` with the gradient that ``image`` has."""
+    return _Attach.apply(lambda cotangent: cotangent, None, image, value)
+
+
+@dataclass
+class Adjoint:
+    """How adjoint systems u = v + J^T u are solved, at every order of differentiation."""
+
+    solver: Solver
+    tolerance: Tolerance
+    compact: bool
+    report: Report
+    start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
+
+    def attach(self, problem: Problem, solution: Tensor) -> tuple[Tensor, Tensor]:
+        """``solution`` with the gradient of a fixed point of ``problem``, and the recorded image that gives it."""
+        z = solution.detach().requires_grad_()
+        sources = problem.sources
+        views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
+        narrow = problem.with_sources(views)
+        image = recorded(narrow, z)
+        captured = captured_leaves(image, [z, *views])
+        first = partial(self.pull, narrow, z, image)
+        higher = partial(self.differentiable_pull, problem, len(sources))
+        return _Attach.apply(first, higher, image, solution, *sources, *captured), image
+
+    def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
+        """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
+        system = AdjointProblem(problem, z, image, cotangent.detach())
+        guess = system.cotangent if self.start is None else self.start(system.cotangent)
+        solved = solve(system, guess, system(guess), self.solver, self.tolerance, compact=self.compact)
+        self.report.backward(solved)
+        return solved.z
+
+    def differentiable_pull(
+        self, problem: Problem, count: int, u: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
+    ) -> Sequence[Tensor]:
+        """u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, as a function of all."""
+        sources, captured = tensors[:count], tensors[count:]
+        at = value.view_as(value)
+        there = problem.with_sources(sources)
+        system = AdjointProblem(there, at, recorded(there, at), cotangent)
+        u, _ = replace(self, start=None).attach(system, u)
+        return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
+
+
+class AdjointProblem(Problem):
+    """u -> v + J^T u, with J the Jacobian of the recorded map z -> image of ``problem``."""
+
+    affine = True
+
+    def __init__(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor):
+        self.problem, self.z, self.image, self.cotangent = problem, z, image, cotangent
+        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+        self.count = Count()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.cotangent + self.product(rows)
+
+    def product(self, rows: Tensor) -> Tensor:
+        self.count.add(rows.shape[0])
+        return gradients(self.image, [self.z], rows, create_graph=torch.is_grad_enabled())[0]
+
+    def take(self, rows: Tensor) -> AdjointProblem:
+        narrow = self.problem.take(rows)
+        z = self.z.detach().index_select(0, rows).requires_grad_()
+        taken = AdjointProblem(narrow, z, recorded(narrow, z), self.cotangent.index_select(0, rows))
+        taken.count = self.count
+        taken.count.add(len(rows))  # the record made anew
+        return taken
+
+    @property
+    def sources(self) -> list[Tensor]:
+        return [self.cotangent, self.z, *self.problem.sources]
+
+    def with_sources(self, sources: Sequence[Tensor]) -> AdjointProblem:
+        cotangent, z, *others = sources
+        inner = self.problem.with_sources(others)
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        return AdjointProblem(inner, z, recorded(inner, z), cotangent)
+
+
+def pullback(
+    problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor
+) -> Sequence[Tensor]:
+    """u^T df/dtheta for the sources and captured leaves of f recorded at z; differentiable when grad mode is on."""
+    create_graph = torch.is_grad_enabled()
+    fresh = [isolated(tensor) for tensor in sources]
+    image = recorded(problem.with_sources(fresh), z.detach() if not create_graph else isolated(z))
+    return gradients(image, [*fresh, *captured], u, create_graph=create_graph)
+
+
+def gradients(image: Tensor, inputs: Sequence[Tensor], cotangent: Any, *, create_graph: bool) -> list[Tensor]:
+    """torch.autograd.grad with zeros where there is no path, keeping the graph."""
+    if not image.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in inputs]
+    try:
+        found = torch.autograd.grad(
+            image, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "double backward" in str(error):
+            raise RuntimeError(
+                "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
+            ) from error
+        raise
+    return [torch.zeros_like(tensor) if g is None else g for g, tensor in zip(found, inputs, strict=True)]
+
+
+def isolated(tensor: Tensor) -> Tensor:
+    """A stand-in at which a gradient can be asked for: a view, or a leaf where there is no graph."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+class _Attach(torch.autograd.Function):
+    """The value of one tensor with the gradient of another.
+
+    First order: ``first`` turns the cotangent into that of ``image``. With create_graph, ``higher`` gives the gradients of
+    ``tensors`` as differentiable functions, and ``image`` gets none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, first: Any, higher: Any, image: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.first, ctx.higher = first, higher
+        out = value.clone()
+        ctx.save_for_backward(out, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        (cotangent,) = cotangents
+        value, *tensors = ctx.saved_tensors
+        pulled = ctx.first(cotangent)
+        if ctx.higher is None or not torch.is_grad_enabled():
+            return None, None, pulled, None, *(None for _ in tensors)
+        return None, None, None, None, *ctx.higher(pulled, cotangent, value, *tensors)
+
+
+class _Isolated(torch.autograd.Function):
+    """fn(*tensors) differentiated apart from the graph the tensors come from, to every order.
+
+    The first ``count`` tensors are arguments of ``fn``, the rest are leaves it captures.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Sequence[Tensor]], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.fn, ctx.count = fn, count
+        ctx.save_for_backward(*tensors)
+        return tuple(fn(*(tensor.detach() for tensor in tensors[:count])))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        tensors, count, fn = ctx.saved_tensors, ctx.count, ctx.fn
+        arguments, captured = tensors[:count], tensors[count:]
+
+        def pull(*given: Tensor) -> Sequence[Tensor]:
+            create_graph = torch.is_grad_enabled()
+            with torch.enable_grad():
+                fresh = [isolated(tensor) for tensor in given[:count]]
+                outputs = fn(*fresh)
+                total = sum((out * c).sum() for out, c in zip(outputs, given[count:], strict=True))
+            assert isinstance(total, Tensor)
+            return gradients(total, [*fresh, *captured], None, create_graph=create_graph)
+
+        given = (*arguments, *cotangents)
+        if torch.is_grad_enabled():
+            return None, None, *_Isolated.apply(pull, len(given), *given, *captured)
+        return None, None, *pull(*(tensor.detach() for tensor in given))

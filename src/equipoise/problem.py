@@ -1,0 +1,382 @@
+"""A batch of independent fixed-point problems v = f(v, *inputs), as solvers see it: one (batch, n) matrix of rows.
+
+Values are tensors or nested tuples of tensors; :class:`Layout` turns one into rows and back. :class:`Problem` calls f on
+rows, counts the calls, checks what comes back, and can be narrowed to some of its samples.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from equipoise.scope import Scope
+
+CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+
+
+class ImpureFunctionWarning(RuntimeWarning):
+    """f gave different answers for the same arguments, or mixes the samples of a batch: it is no function of z."""
+
+
+def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
+    """The tensors of a nested tuple, each with a name such as ``z0[1]``."""
+    if isinstance(tree, Tensor):
+        return [(name, tree)]
+    if isinstance(tree, tuple | list):
+        return [leaf for i, part in enumerate(tree) for leaf in leaves(part, f"{name}[{i}]")]
+    raise TypeError(
+        f"{name} is a {type(tree).__name__}; it must be a tensor or a (nested) tuple of tensors. "
+        "What has no batch dimension belongs in f."
+    )
+
+
+def rebuild(like: Any, parts: Sequence[Any]) -> Any:
+    """A tree structured like ``like`` with ``parts`` as its leaves, in order."""
+    remaining = iter(parts)
+
+    def build(node: Any) -> Any:
+        if not isinstance(node, tuple | list):
+            return next(remaining)
+        children = [build(child) for child in node]
+        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+
+    return build(like)
+
+
+def skeleton(tree: Any) -> Any:
+    """The nesting of a value, without its tensors."""
+    return rebuild(tree, [None] * len(leaves(tree, "value")))
+
+
+@dataclass
+class Leaf:
+    """How one tensor of a value lies in the rows."""
+
+    name: str
+    shape: torch.Size  # of one sample
+    dtype: torch.dtype
+    permutation: tuple[int, ...] | None = None  # channels-last tensors are laid out as they lie in memory: no copy
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Leaf:
+        order = CHANNELS_LAST.get(tensor.dim())
+        if order and (tensor.is_contiguous() or not tensor.permute(order).is_contiguous()):
+            order = None
+        return cls(name, tensor.shape[1:], tensor.dtype, order)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if self.permutation:
+            tensor = tensor.permute(self.permutation)
+        if self.dtype.is_complex:
+            tensor = torch.view_as_real(tensor)
+        return tensor.reshape(tensor.shape[0], self.numel)  # not -1: torch cannot infer it for an empty batch
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        shape: tuple[int, ...] = tuple(self.shape)
+        if self.permutation:
+            shape = tuple(self.shape[i - 1] for i in self.permutation[1:])
+        tensor = rows.reshape(rows.shape[0], *shape, *((2,) if self.dtype.is_complex else ()))
+        if self.dtype.is_complex:
+            return torch.view_as_complex(tensor.contiguous()).to(self.dtype)
+        if self.permutation:
+            inverse = sorted(range(len(self.permutation)), key=self.permutation.__getitem__)
+            tensor = tensor.permute(inverse)
+        return tensor.to(self.dtype)
+
+
+class Layout:
+    """The correspondence between a value and its (batch, n) rows, in float32 or wider."""
+
+    def __init__(self, value: Any):
+        named = leaves(value, "z")
+        self.nesting = skeleton(value)
+        self.leaves = [Leaf.of(name, tensor) for name, tensor in named]
+        widest = torch.float32
+        for leaf in self.leaves:
+            real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
+            widest = torch.promote_types(widest, real)
+        self.dtype = widest
+
+    def pack(self, value: Any) -> Tensor:
+        parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def unpack(self, rows: Tensor) -> Any:
+        if len(self.leaves) == 1:
+            parts = [self.leaves[0].unpack(rows)]
+        else:
+            split = rows.split([leaf.numel for leaf in self.leaves], dim=1)
+            parts = [leaf.unpack(part) for leaf, part in zip(self.leaves, split, strict=True)]
+        return rebuild(self.nesting, parts)
+
+
+@dataclass
+class Count:
+    """Calls of f, and samples x calls."""
+
+    evaluations: int = 0
+    rows: int = 0
+
+    def add(self, rows: int) -> None:
+        self.evaluations += 1
+        self.rows += rows
+
+
+class Problem(ABC):
+    """What solvers see: a map of (batch, n) rows to rows, each sample by itself.
+
+    ``affine`` says that it is affine in its rows, which the Krylov solvers need; :meth:`product` is its linear part.
+    """
+
+    layout: Layout
+    device: torch.device
+    count: Count
+    affine: bool = False
+    autocast: dict[str, Any] | None = None
+    gatherable: bool = False  # whether take() can leave samples out
+
+    @abstractmethod
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+    def take(self, rows: Tensor) -> Problem:
+        """The same problem for the samples ``rows``; calls are counted together."""
+        raise NotImplementedError(f"{type(self).__name__} is not gatherable")
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The explicit tensors the problem depends on differentiably."""
+        return []
+
+    def with_sources(self, sources: Sequence[Tensor]) -> Problem:
+        """The same problem with other tensors in their place."""
+        return self
+
+    def product(self, rows: Tensor) -> Tensor:
+        """The linear part of an affine problem."""
+        return self(rows) - self(torch.zeros_like(rows))
+
+    def jvp(self, rows: Tensor, tangent: Tensor) -> Tensor:
+        """The Jacobian at ``rows`` times ``tangent``, by forward-mode differentiation."""
+        if self.affine:
+            return self.product(tangent)
+        with forward_ad.dual_level():
+            dual = self(cast(Tensor, forward_ad.make_dual(rows, tangent)))
+            product = forward_ad.unpack_dual(dual).tangent
+        return torch.zeros_like(rows) if product is None else product
+
+
+class FunctionProblem(Problem):
+    """``f(z, *inputs)`` on rows, made by :meth:`start`. f's own attributes (its structure) are found at ``f``."""
+
+    def __init__(self, f: Callable[..., Any], inputs: Sequence[Any], layout: Layout, device: torch.device):
+        self.f = f
+        self.inputs = tuple(inputs)
+        self.layout = layout
+        self.device = device
+        self.scope = Scope()
+        self.count = Count()
+        self.affine = bool(getattr(f, "affine", False))
+        self.autocast = autocast_state(device.type)
+        self.gatherable = bool(inputs)  # without explicit inputs a closure may have captured the whole batch
+        self.gathered = False
+        self.needs_gradient = False
+
+    @classmethod
+    def start(cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> tuple[FunctionProblem, Tensor, Tensor]:
+        """Check everything at the door; return the problem, z0 as rows and f(z0) as rows (without a graph)."""
+        if not callable(f):
+            raise TypeError(f"f is a {type(f).__name__}; it must be a function f(z, *inputs) -> z.")
+        warn_of_mixing_layers(f)
+        z0, batch, device = initial_value(z0, inputs)
+        problem = cls(f, inputs, Layout(z0), device)
+        detached = rebuild(z0, [tensor.detach() for _, tensor in leaves(z0, "z0")])
+        image = problem.evaluate(detached, batch)
+        problem.check_image(image, batch)
+        found = leaves(image, "f(z)")
+        problem.needs_gradient = any(tensor.requires_grad for _, tensor in found)
+        # Rows follow the memory order f produces, so that a channels-last f is never copied back and forth.
+        for leaf, (name, tensor) in zip(problem.layout.leaves, found, strict=True):
+            leaf.permutation = Leaf.of(name, tensor).permutation
+        return problem, problem.layout.pack(z0).contiguous(), problem.layout.pack(image).detach()
+
+    @property
+    def rounding(self) -> float:
+        """The rounding unit of the coarsest numbers that f may compute with."""
+        kinds = [leaf.dtype for leaf in self.layout.leaves] + ([self.autocast["dtype"]] if self.autocast else [])
+        return max(torch.finfo(kind).eps for kind in kinds)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        image = self.evaluate(self.layout.unpack(rows), rows.shape[0])
+        self.check_image(image, rows.shape[0])
+        return self.layout.pack(image)
+
+    def evaluate(self, value: Any, batch: int) -> Any:
+        """f as the user wrote it, in the autocast mode and the scope of this solve."""
+        self.count.add(batch)
+        mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
+        with self.scope.entered(), mode:
+            if not self.gathered:
+                return self.f(value, *self.inputs)
+            try:
+                return self.f(value, *self.inputs)
+            except (RuntimeError, IndexError, ValueError) as error:
+                raise RuntimeError(GATHERING) from error
+
+    def check_image(self, image: Any, batch: int) -> None:
+        """f must return what it was given: the same nesting, shapes and kind of numbers."""
+        expected, found = self.layout.leaves, leaves(image, "f(z)")
+        if len(found) != len(expected) or skeleton_differs(image, self.layout.nesting):
+            raise ValueError(
+                f"f must return a value structured like z: z has {len(expected)} tensor(s) nested as "
+                f"{outline(self.layout.nesting)}, f(z) has {len(found)} nested as {outline(skeleton(image))}."
+            )
+        for leaf, (name, tensor) in zip(expected, found, strict=True):
+            if tensor.shape != (batch, *leaf.shape):
+                raise ValueError(
+                    f"f changes the shape of z: {leaf.name} is {(batch, *leaf.shape)}, {name} is {tuple(tensor.shape)}. "
+                    + (GATHERING if self.gathered else "f(z, *inputs) must return a value shaped like z.")
+                )
+            if tensor.dtype != leaf.dtype and not (
+                tensor.dtype.is_floating_point
+                and leaf.dtype.is_floating_point
+                and torch.promote_types(tensor.dtype, leaf.dtype) == leaf.dtype  # as autocast does
+            ):
+                raise TypeError(
+                    f"f changes the dtype of z: {leaf.name} is {leaf.dtype}, {name} is {tensor.dtype}. "
+                    f"Give z0 in {tensor.dtype}, or convert inside f."
+                )
+            if tensor.device != self.device:
+                raise ValueError(f"mixed devices: z0 is on {self.device}, {name} on {tensor.device}.")
+
+    def take(self, rows: Tensor) -> FunctionProblem:
+        taken = FunctionProblem.__new__(FunctionProblem)
+        taken.__dict__.update(self.__dict__)
+        taken.inputs = tuple(
+            rebuild(tree, [tensor.index_select(0, rows) for _, tensor in leaves(tree, "input")]) for tree in self.inputs
+        )
+        taken.scope = self.scope.take(rows)
+        taken.gathered = True
+        return taken
+
+    @property
+    def sources(self) -> list[Tensor]:
+        return [tensor for _, tensor in leaves(self.inputs, "inputs") if tensor.requires_grad]
+
+    def with_sources(self, sources: Sequence[Tensor]) -> FunctionProblem:
+        replaced = FunctionProblem.__new__(FunctionProblem)
+        replaced.__dict__.update(self.__dict__)
+        given = iter(sources)
+        replaced.inputs = rebuild(
+            self.inputs,
+            [next(given) if tensor.requires_grad else tensor for _, tensor in leaves(self.inputs, "inputs")],
+        )
+        return replaced
+
+
+class AffineProblem(Problem):
+    """u = A u + offset for every row, by products with A; counted together with the problem it stems from."""
+
+    affine = True
+
+    def __init__(self, product: Callable[[Tensor], Tensor], offset: Tensor, parent: Problem):
+        self._product, self.offset = product, offset
+        self.layout, self.device, self.count = parent.layout, parent.device, parent.count
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.offset + self._product(rows)
+
+    def product(self, rows: Tensor) -> Tensor:
+        return self._product(rows)
+
+
+GATHERING = (
+    "f failed after finished samples were left out of the batch. If f holds tensors of the whole batch "
+    "(captured, or stored on a module), pass them as inputs, f(z, *inputs), so that they are narrowed along, "
+    "or set compact=False."
+)
+
+
+def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.device]:
+    """z0 (a value, or a function of the inputs) broadcast over the batch, the batch size and the device of it all."""
+    if callable(z0) and not isinstance(z0, Tensor):
+        z0 = z0(*inputs)
+    named = leaves(z0, "z0")
+    if not named:
+        raise ValueError("z0 is an empty tuple; it must hold at least one tensor.")
+    given = [leaf for i, tree in enumerate(inputs) for leaf in leaves(tree, f"inputs[{i}]")]
+    device = named[0][1].device
+    for name, tensor in named + given:
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"{name} has no dimensions; the first one must be the batch. What has no batch belongs in f."
+            )
+        if tensor.device != device:
+            raise ValueError(f"mixed devices: {named[0][0]} is on {device}, {name} on {tensor.device}.")
+    for name, tensor in named:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(f"{name} is {tensor.dtype}; a state must be floating point, e.g. {name}.float().")
+    sizes = {tensor.shape[0] for _, tensor in given} or {tensor.shape[0] for _, tensor in named} - {1} or {1}
+    batch = max(sizes)
+    for name, tensor in given + named:
+        if tensor.shape[0] != batch and (tensor.shape[0] != 1 or not name.startswith("z0")):
+            raise ValueError(
+                f"{name} has batch size {tensor.shape[0]}, others have {batch}: z0 and inputs share their first "
+                "dimension (z0 may have 1). What has no batch dimension belongs in f."
+            )
+    expanded = [tensor.expand(batch, *tensor.shape[1:]) for _, tensor in named]
+    return rebuild(z0, expanded), batch, device
+
+
+def skeleton_differs(value: Any, nesting: Any) -> bool:
+    if not isinstance(nesting, tuple | list):
+        return isinstance(value, tuple | list)
+    if not isinstance(value, tuple | list):
+        return True
+    return len(value) != len(nesting) or any(skeleton_differs(v, n) for v, n in zip(value, nesting, strict=True))
+
+
+def outline(nesting: Any) -> str:
+    """A nesting as text: ``(*, (*, *))``."""
+    if not isinstance(nesting, tuple | list):
+        return "*"
+    return "(" + ", ".join(outline(part) for part in nesting) + ")"
+
+
+def autocast_state(device_type: str) -> dict[str, Any] | None:
+    """The autocast mode in force, to be restored around every call of f; None when there is none."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return {"dtype": torch.get_autocast_dtype(device_type), "cache_enabled": torch.is_autocast_cache_enabled()}
+
+
+def warn_of_mixing_layers(f: Any) -> None:
+    """BatchNorm in training mode ties samples together; dropout draws a new mask at every call."""
+    if not isinstance(f, nn.Module):
+        return
+    for name, module in f.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            remedy = "its samples depend on each other; use GroupNorm or LayerNorm, or put it outside f"
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            remedy = "it draws a new mask at every call; use equipoise.VariationalDropout"
+        else:
+            continue
+        warnings.warn(
+            f"f is no function of z: {name or 'f'} is a {type(module).__name__} in training mode: {remedy}.",
+            ImpureFunctionWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,245 @@
+"""The one loop that every solver shares, and what a solver is.
+
+A solver is a frozen dataclass of options with ``init`` and ``step``; it proposes iterates and never loops.
+:func:`solve` measures residuals, stops each sample by its own, keeps the best iterate of each, leaves finished samples
+out of the batch, and counts. :func:`iterate` is the same without looking: a fixed number of steps, traceable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from equipoise.problem import Problem
+from equipoise.solution import Result, Statistics
+from equipoise.tolerance import Tolerance, row_norms
+
+ACTIVE = -1  # a sample that is still being solved; other codes are those of Result
+PROGRESS = 0.99  # a residual counts as progress when it falls below this fraction of the last that did
+
+
+@dataclass
+class State:
+    """An iterate with its image f(z) and gap f(z) - z, all (batch, n). Solvers add what they remember.
+
+    Nothing in it is ever changed in place but the solver's own buffers: iterates may be kept by reference.
+    """
+
+    z: Tensor
+    image: Tensor
+    gap: Tensor
+
+    def take(self, rows: Tensor) -> Self:
+        """This state for the samples ``rows``: every tensor has the batch first."""
+        taken = {
+            f.name: value.index_select(0, rows)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **taken)
+
+
+class Solver(ABC):
+    """Options of a method, and its ``init`` and ``step``."""
+
+    @abstractmethod
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> Any:
+        """The state at the start, where ``image`` = f(z) is known."""
+
+    @abstractmethod
+    def step(self, problem: Problem, state: Any) -> Any:
+        """The state at the next iterate, its image evaluated."""
+
+    def value(self, state: Any) -> Tensor:
+        return state.z
+
+    def take(self, state: Any, rows: Tensor) -> Any:
+        return state.take(rows)
+
+    def for_adjoint(self) -> Solver:
+        """The solver that suits the backward pass when the user names none."""
+        return self
+
+
+@dataclass
+class Progress:
+    """What a callback is given at every check. ``rows`` are the indices of the samples still computed."""
+
+    step: int
+    rows: Tensor
+    residual: Tensor  # of those rows
+    active: Tensor  # which of those rows are still being solved
+    state: State = field(repr=False)
+    problem: Problem = field(repr=False)
+
+    @property
+    def value(self) -> Any:
+        """The current iterate of ``rows``, structured like z0."""
+        return self.problem.layout.unpack(self.state.z)
+
+    @property
+    def image(self) -> Any:
+        """f at the current iterate of ``rows``, structured like z0."""
+        return self.problem.layout.unpack(self.state.image)
+
+
+@dataclass
+class Ledger:
+    """What is known of each sample. ``best`` freezes once its sample is finished."""
+
+    best: Tensor
+    result: Tensor
+    steps: Tensor
+    residual: Tensor  # relative, of ``best``
+    mark: Tensor  # the residual at the last progress, and when that was
+    since: Tensor
+
+    @classmethod
+    def open(cls, z: Tensor) -> Ledger:
+        batch = z.shape[0]
+        codes = torch.full((batch,), ACTIVE, dtype=torch.int64, device=z.device)
+        infinite = torch.full((batch,), torch.inf, dtype=z.dtype, device=z.device)
+        return cls(z, codes, torch.zeros_like(codes), infinite, infinite, torch.zeros_like(codes))
+
+    def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
+        """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
+        gap, scale = row_norms(state.gap), row_norms(state.image)
+        residual = torch.where(gap == 0, gap, gap / scale)
+        active = self.result == ACTIVE
+        finite = torch.isfinite(gap + scale)
+        converged = active & tolerance.reached(gap, scale) & finite
+        better = active & (residual < self.residual) & finite | converged
+
+        progress = active & (residual < PROGRESS * self.mark)
+        self.mark = torch.where(progress, residual, self.mark)
+        self.since = torch.where(progress, step, self.since)
+
+        result = torch.where(converged, int(Result.CONVERGED), self.result)
+        result = torch.where(active & ~finite, int(Result.NONFINITE), result)
+        if tolerance.patience is not None and step > tolerance.patience:
+            stalled = (result == ACTIVE) & (step - self.since >= tolerance.patience)
+            result = torch.where(stalled, int(Result.STALLED), result)
+        if step >= tolerance.max_steps:
+            result = torch.where(result == ACTIVE, int(Result.MAX_STEPS), result)
+        self.result = result
+        self.steps = torch.where(active, step, self.steps)
+        self.residual = torch.where(better, residual, self.residual)
+
+        improved, remaining = torch.stack([better, result == ACTIVE]).sum(dim=1).tolist()
+        if improved == better.shape[0]:
+            self.best = state.z  # the common case costs no copy
+        elif improved:
+            self.best = torch.where(better[:, None], state.z, self.best)
+        return residual, remaining
+
+    def take(self, rows: Tensor) -> Ledger:
+        return Ledger(*(getattr(self, f.name).index_select(0, rows) for f in dataclasses.fields(self)))
+
+    def put(self, rows: Tensor, part: Ledger) -> None:
+        """Write the entries of some samples back."""
+        for f in dataclasses.fields(self):
+            setattr(self, f.name, getattr(self, f.name).index_copy(0, rows, getattr(part, f.name)))
+
+
+@dataclass
+class Solved:
+    """The outcome of :func:`solve`, in rows, with what is needed to look closer or to differentiate."""
+
+    z: Tensor
+    stats: Statistics
+    problem: Problem
+    solver: Solver
+    tolerance: Tolerance
+    state: Any = None  # the solver's last state, kept on request
+
+
+def solve(
+    problem: Problem,
+    z: Tensor,
+    image: Tensor,
+    solver: Solver,
+    tolerance: Tolerance,
+    *,
+    compact: bool = True,
+    trace: bool = False,
+    callback: Callable[[Progress], object] | None = None,
+    check_every: int = 1,
+    keep_state: bool = False,
+) -> Solved:
+    """Solve z = problem(z) for every row from ``z``, whose ``image`` is known. Records no graph."""
+    kind = z.device.type
+    own_sums_in_full_precision = torch.autocast(kind, enabled=False) if problem.autocast else torch.no_grad()
+    with torch.no_grad(), own_sums_in_full_precision:
+        whole, narrow = problem, problem
+        ledger = book = Ledger.open(z)  # of the samples still computed, and of all
+        rows = torch.arange(z.shape[0], device=z.device)
+        compact = compact and problem.gatherable and not keep_state
+        history: list[Tensor] = []
+        wasted = 0
+
+        state = solver.init(narrow, z, image)
+        step = 1
+        while True:
+            if step == 1 or step % check_every == 0 or step >= tolerance.max_steps:
+                residual, active = ledger.record(step, state, tolerance)
+                if trace:
+                    last = history[-1] if history else torch.full_like(book.residual, torch.inf)
+                    seen = torch.where(ledger.steps == step, residual, last[rows])
+                    history.append(last.index_copy(0, rows, seen))
+                if callback is not None:
+                    callback(Progress(step, rows, residual, ledger.result == ACTIVE, state, narrow))
+                if active == 0:
+                    break
+                wasted += (len(rows) - active) * check_every
+                if compact and worth_gathering(len(rows), active, wasted):
+                    if ledger is not book:
+                        book.put(rows, ledger)
+                    kept = (ledger.result == ACTIVE).nonzero().squeeze(1)
+                    ledger, rows, wasted = ledger.take(kept), rows.index_select(0, kept), 0
+                    narrow, state = narrow.take(kept), solver.take(state, kept)
+            state = solver.step(narrow, state)
+            step += 1
+
+        if ledger is not book:
+            book.put(rows, ledger)
+        stats = Statistics(
+            result=book.result,
+            steps=book.steps,
+            residual=book.residual,
+            evaluations=whole.count.evaluations,
+            rows=whole.count.rows,
+            trace=torch.stack(history) if trace else None,
+        )
+        best = book.best
+        if best is z or not bool(stats.converged.all()):
+            best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
+        return Solved(best, stats, whole, solver, tolerance, state if keep_state else None)
+
+
+def worth_gathering(rows: int, active: int, wasted: int) -> bool:
+    """Leave finished samples out once they make an eighth of the batch and have cost as much as gathering may.
+
+    Gathering copies the history of the active samples, which costs about as much as evaluating them once (measured:
+    0.4 to 1.2 evaluations), so it waits until that much has been wasted since the last time.
+    """
+    return 8 * active <= 7 * rows and wasted >= active
+
+
+def iterate(problem: Problem, z: Tensor, image: Tensor, solver: Solver, steps: int) -> State:
+    """``steps`` evaluations by ``solver`` with no look at the residual: no synchronisation, one straight graph."""
+    state = solver.init(problem, z, image)
+    for _ in range(steps - 1):
+        state = solver.step(problem, state)
+    return state
+
+
+def evaluated(problem: Problem, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An iterate, its image and its gap: the first three fields of a :class:`State`."""
+    image = problem(z)
+    return z, image, image - z

@@ -1,0 +1,90 @@
+"""Limited-memory Broyden's "good" method on g(z) = f(z) - z.
+
+C. G. Broyden, "A class of methods for solving nonlinear simultaneous equations" (1965); the oldest updates are dropped
+as in S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), appendix B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.problem import Problem
+from equipoise.solvers.base import Solver, State
+from equipoise.solvers.line_search import backtrack
+from equipoise.validation import options, require
+
+
+@dataclass
+class BroydenState(State):
+    """Adds the inverse Jacobian estimate H = -I + sum_k left_k right_k^T and its product with the gap."""
+
+    left: Tensor  # (batch, memory, n), one contiguous slot per update and sample
+    right: Tensor
+    weights: Tensor  # (batch, memory): right_k . gap, so that H gap = -gap + sum_k weights_k left_k
+    direction: Tensor  # -H gap
+    seen: int  # updates made so far
+
+
+@options
+class Broyden(Solver):
+    """Quasi-Newton steps z <- z - H g(z) with rank-one updates of H, which starts as -I: the plain step.
+
+    Args:
+        memory: updates kept; the oldest is dropped.
+        line_search: times a step may be halved while it makes the residual grow; 0 takes every step.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, solver=eq.Broyden(memory=20))
+    """
+
+    memory: int = 10
+    line_search: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "memory", at_least=1, whole=True)
+        require(self, "line_search", at_least=0, whole=True)
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> BroydenState:
+        batch, n = z.shape
+        ring = z.new_zeros(2, batch, self.memory, n)
+        gap = image - z
+        return BroydenState(z, image, gap, ring[0], ring[1], z.new_zeros(batch, self.memory), gap, seen=0)
+
+    def step(self, problem: Problem, state: BroydenState) -> BroydenState:
+        z, image, gap = backtrack(problem, state, state.direction, self.line_search)
+        slot, filled = state.seen % self.memory, min(state.seen, self.memory)
+        left, right, weights = state.left[:, :filled], state.right[:, :filled], state.weights
+        moved = z - state.z
+
+        product = -state.direction  # H g_old, then without the update that is about to be overwritten
+        if filled == self.memory:
+            product = torch.addcmul(product, left[:, slot], weights[:, slot, None], value=-1)
+            left[:, slot].zero_()
+            right[:, slot].zero_()
+        new_product = -gap  # H g_new
+        turned = -moved  # H^T s
+        weights = weights.clone()
+        if filled:
+            found = (gap[:, None] @ right.mT)[:, 0]
+            weights[:, :filled] = found
+            new_product = torch.baddbmm(new_product[:, None], found[:, None], left)[:, 0]
+            turned = torch.baddbmm(turned[:, None], moved[:, None] @ left.mT, right)[:, 0]
+
+        change = gap - state.gap
+        scale = (turned * change).sum(dim=1, keepdim=True)  # s^T H y
+        update = (moved - (new_product - product)) / scale
+        # A step that taught nothing (s^T H y = 0, or not finite) leaves the estimate as it is.
+        usable = torch.isfinite(update).all(dim=1, keepdim=True) & torch.isfinite(turned).all(dim=1, keepdim=True)
+        state.left[:, slot] = update = torch.where(usable, update, 0.0)
+        state.right[:, slot] = turned = torch.where(usable, turned, 0.0)
+        weight = (turned * gap).sum(dim=1, keepdim=True)
+        weights[:, slot] = weight[:, 0]
+        direction = -torch.addcmul(new_product, update, weight)
+        return BroydenState(z, image, gap, state.left, state.right, weights, direction, state.seen + 1)
+
+    def adjoint_estimate(self, state: BroydenState, cotangent: Tensor) -> Tensor:
+        """-H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
+        return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ state.left.mT, state.right, alpha=-1)[:, 0]

@@ -1,0 +1,61 @@
+"""Newton's method with a Krylov solver inside and forward-mode Jacobian products.
+
+D. A. Knoll and D. E. Keyes, "Jacobian-free Newton-Krylov methods" (2004).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.problem import AffineProblem, Problem
+from equipoise.solvers.base import Solver, State, solve
+from equipoise.solvers.krylov import GMRES, BiCGStab
+from equipoise.solvers.line_search import backtrack
+from equipoise.tolerance import Tolerance, row_norms
+from equipoise.validation import options, require
+
+
+@options
+class NewtonKrylov(Solver):
+    """z <- z + d with (I - J) d = f(z) - z solved to a relative residual of ``forcing``, J the Jacobian of f at z.
+
+    Few steps, many products: for stiff problems, where the other solvers stall. Every product counts as an evaluation.
+
+    Args:
+        inner: the solver of the linear system, GMRES or BiCGStab.
+        forcing: its relative tolerance.
+        inner_steps: its steps at most.
+        line_search: times a step may be halved while it makes the residual grow.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, solver=eq.NewtonKrylov())
+    """
+
+    inner: GMRES | BiCGStab = GMRES()
+    forcing: float = 0.03
+    inner_steps: int = 20
+    line_search: int = 5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, GMRES | BiCGStab):
+            raise TypeError(f"NewtonKrylov.inner is {self.inner!r}; allowed: GMRES(...) or BiCGStab().")
+        require(self, "forcing", above=0.0, below=1.0)
+        require(self, "inner_steps", at_least=1, whole=True)
+        require(self, "line_search", at_least=0, whole=True)
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> State:
+        return State(z, image, image - z)
+
+    def step(self, problem: Problem, state: State) -> State:
+        # Right-hand sides of unit length make the forcing term an absolute tolerance.
+        size = row_norms(state.gap)[:, None]
+        size = torch.where(size == 0, 1.0, size)
+        right = state.gap / size
+        linearised = AffineProblem(lambda t: problem.jvp(state.z, t), right, problem)
+        tolerance = Tolerance(relative=0.0, absolute=self.forcing, max_steps=self.inner_steps + 1)
+        found = solve(linearised, right, linearised(right), self.inner, tolerance)
+        return State(*backtrack(problem, state, found.z * size, self.line_search))
+
+    def for_adjoint(self) -> Solver:
+        return self.inner

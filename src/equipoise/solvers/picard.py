@@ -1,0 +1,34 @@
+"""Plain and damped fixed-point iteration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.problem import Problem
+from equipoise.solvers.base import Solver, State, evaluated
+from equipoise.validation import options, require
+
+
+@options
+class Picard(Solver):
+    """z <- (1 - damping) f(z) + damping z. Converges when f, so averaged, is a contraction.
+
+    Args:
+        damping: 0 is the plain step.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, solver=eq.Picard(damping=0.5))
+    """
+
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self, "damping", at_least=0.0, below=1.0)
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> State:
+        return State(z, image, image - z)
+
+    def step(self, problem: Problem, state: State) -> State:
+        z = torch.lerp(state.image, state.z, self.damping) if self.damping else state.image
+        return State(*evaluated(problem, z))

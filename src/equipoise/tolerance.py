@@ -1,0 +1,44 @@
+"""When a sample is solved: per-sample residual norms against an absolute and a relative tolerance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.validation import options, require
+
+
+@options
+class Tolerance:
+    """Each sample stops once ||f(z) - z||_2 <= absolute + relative * ||f(z)||_2, or after ``max_steps``.
+
+    Args:
+        relative: bound on the residual relative to the image f(z).
+        absolute: bound on the residual itself.
+        max_steps: evaluations of the residual allowed, the first one (at z0) included.
+        patience: a sample whose lowest residual has not fallen by 1% in so many steps has STALLED and stops;
+            None never gives up early.
+
+    Example:
+        >>> eq.Tolerance(relative=1e-6, max_steps=200)
+    """
+
+    relative: float = 1e-4
+    absolute: float = 0.0
+    max_steps: int = 50
+    patience: int | None = 30
+
+    def __post_init__(self) -> None:
+        require(self, "relative", at_least=0.0)
+        require(self, "absolute", at_least=0.0)
+        require(self, "max_steps", at_least=1, whole=True)
+        require(self, "patience", at_least=1, whole=True, optional=True)
+
+    def reached(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """Which samples, by ``residual`` = ||f(z) - z|| and ``scale`` = ||f(z)||, are done. NaN is never done."""
+        return residual <= self.absolute + self.relative * scale
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """The 2-norm of every row of a (batch, n) matrix."""
+    return torch.linalg.vector_norm(rows, dim=1)

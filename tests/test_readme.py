@@ -1,0 +1,49 @@
+"""What the README and the package's papers say is true: the code runs, names exist, links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import equipoise as eq
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+
+
+def test_examples_run(capsys):
+    """The blocks run top to bottom as one program, as a reader would paste them; a warning would be an error."""
+    torch.manual_seed(0)
+    names: dict = {}
+    for number, block in enumerate(BLOCKS, 1):
+        exec(compile(block, f"README.md, block {number}", "exec"), names)
+    assert "samples converged" in capsys.readouterr().out
+
+
+def test_first_example_is_five_lines():
+    assert BLOCKS
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith(("import", "#"))]) <= 5
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`eq\.([A-Za-z_][A-Za-z_.]*)", README))))
+def test_names_exist(name):
+    value = eq
+    for part in name.split("."):
+        value = getattr(value, part)
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z-]+)\b", README))))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_one_version():
+    assert f"version: {eq.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^## \[{re.escape(eq.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
