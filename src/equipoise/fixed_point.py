@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
 from equipoise.problem import FunctionProblem, leaves
 from equipoise.solution import Solution
-from equipoise.solvers import Anderson, Progress, Solver
+from equipoise.solvers import Anderson, Picard, Progress, Solver
+from equipoise.solvers.base import iterate
 from equipoise.tolerance import Tolerance
 
+SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
 
 
@@ -22,9 +24,9 @@ def fixed_point(
     f: Callable[..., Any],
     z0: Any,
     *inputs: Any,
-    solver: Solver = Anderson(),
-    tolerance: Tolerance = Tolerance(),
-    gradient: GradientRule = ImplicitGradient(),
+    solver: Solver = SOLVER,
+    tolerance: Tolerance = TOLERANCE,
+    gradient: GradientRule = GRADIENT,
     on_failure: str = "warn",
     compact: bool = True,
     trace: bool = False,
@@ -35,8 +37,8 @@ def fixed_point(
 
     Args:
         f: ``f(z, *inputs) -> z``; a function or module. Parameters and captured tensors get their gradients too.
-        z0: where to start: a tensor or a nested tuple of tensors, batch first (a batch of 1 is broadcast), or a function
-            of the inputs that returns one.
+        z0: where to start: a tensor or a nested tuple of tensors, batch first (a batch of 1 is broadcast), or a
+            function of the inputs that returns one.
         inputs: tensors or tuples of tensors, batch first. Given explicitly, they let finished samples be left out.
         solver: how to iterate; an object such as ``Anderson(memory=5)``.
         tolerance: when a sample is solved.
@@ -57,6 +59,35 @@ def fixed_point(
         (torch.Size([8, 3]), True)
     """
     check_options(solver, tolerance, gradient, on_failure, check_every)
+    options = (solver, tolerance, gradient, on_failure, compact, trace, callback, check_every)
+    if torch.compiler.is_compiling():
+        # One clean break in the traced graph; looked up here because dynamo is slow to import.
+        reason = "an equilibrium is solved by a loop that looks at its residuals"
+        return torch.compiler.disable(run, reason=reason)(f, z0, inputs, *options)
+    return run(f, z0, inputs, *options)
+
+
+def run(
+    f: Callable[..., Any],
+    z0: Any,
+    inputs: tuple[Any, ...],
+    solver: Solver,
+    tolerance: Tolerance,
+    gradient: GradientRule,
+    on_failure: str,
+    compact: bool,
+    trace: bool,
+    callback: Callable[[Progress], object] | None,
+    check_every: int,
+) -> Solution:
+    """:func:`fixed_point` behind the door."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "fixed_point cannot run inside torch.func.grad, vmap and the like: it solves a batch already, and its "
+            "gradients are those of torch.autograd, to any order (torch.autograd.grad with create_graph=True). Call it "
+            "outside the transform, or use equipoise.FixedSteps(layer, steps, solver=Picard()), which transforms like "
+            "any module."
+        )
     problem, z, image = FunctionProblem.start(f, z0, inputs)
     forward = Forward(problem, z, image, solver, tolerance, compact, trace, callback, check_every)
     report = Report(on_failure)
@@ -90,8 +121,8 @@ class Equilibrium(nn.Module):
 
     Args:
         f: a module (or function) ``f(z, *inputs) -> z``.
-        initial: where to start: a function of the inputs; or the shape of one sample, e.g. ``(64,)``, or a tuple of such
-            shapes, for zeros; None is zeros like the first input.
+        initial: where to start: a function of the inputs; or the shape of one sample, e.g. ``(64,)``, or a tuple of
+            such shapes, for zeros; None is zeros like the first input.
         solver, tolerance, gradient, on_failure, compact, check_every: as in :func:`fixed_point`.
 
     Example:
@@ -104,9 +135,9 @@ class Equilibrium(nn.Module):
         f: Callable[..., Any],
         *,
         initial: Any = None,
-        solver: Solver = Anderson(),
-        tolerance: Tolerance = Tolerance(),
-        gradient: GradientRule = ImplicitGradient(),
+        solver: Solver = SOLVER,
+        tolerance: Tolerance = TOLERANCE,
+        gradient: GradientRule = GRADIENT,
         on_failure: str = "warn",
         compact: bool = True,
         check_every: int = 1,
@@ -180,3 +211,35 @@ def is_shape(initial: Any) -> bool:
     if not isinstance(initial, tuple | list):
         return False
     return all(isinstance(n, int) and n >= 0 for n in initial) or all(is_shape(part) for part in initial)
+
+
+class FixedSteps(nn.Module):
+    """An Equilibrium run for a fixed number of steps, without a look at the residual: one straight graph.
+
+    What ``torch.export`` and ONNX can trace; also free of synchronisation. With :class:`Picard` the graph holds nothing
+    but f and can be differentiated; :class:`Anderson` adds batched linear solves, which ONNX does not have.
+
+    Args:
+        layer: the equilibrium layer; its f and initial value are used.
+        steps: evaluations of f, the last of which is the output.
+        solver: None takes the layer's.
+
+    Example:
+        >>> torch.export.export(eq.FixedSteps(layer, steps=30, solver=eq.Picard()), (x,))
+    """
+
+    def __init__(self, layer: Equilibrium, steps: int, *, solver: Solver | None = None):
+        super().__init__()
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps is {steps!r}; it must be a whole number of at least 1.")
+        self.layer, self.steps, self.solver = layer, steps, solver or layer.solver
+
+    def forward(self, *inputs: Any, z0: Any = None) -> Any:
+        problem, z, image = FunctionProblem.start(self.layer.f, self.layer.start(inputs) if z0 is None else z0, inputs)
+        if problem.needs_gradient and not isinstance(self.solver, Picard):
+            raise RuntimeError(
+                f"FixedSteps with {self.solver!r} is for inference: run it under torch.no_grad(), "
+                "or use solver=Picard()."
+            )
+        state = iterate(problem, z, image, self.solver, self.steps)
+        return problem.layout.unpack(state.image)

@@ -1,13 +1,15 @@
 """A tensor that needs a gradient but cannot get one is an error that names it.
 
-After one recorded evaluation of f, every input, parameter and captured tensor that requires a gradient must be reachable
-in the recorded graph. One that is not is either unused, which is fine, or cut off (``detach``, ``no_grad``, ``.data``,
+After one recorded evaluation of f, every input, parameter and captured tensor that requires a gradient must be
+reachable in the recorded graph. One that is not is either unused, which is fine, or cut off (``detach``, ``no_grad``, ``.data``,
 a trip through numpy), which would make its gradient silently wrong; a small change of its value tells which.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -44,19 +46,16 @@ def named_sources(problem: FunctionProblem) -> Iterator[tuple[str, Tensor]]:
 
 
 def captured(f: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a module, and tensors and modules in the closure of a function."""
+    """Parameters of a module; tensors and modules in the closure of a function or among the globals it names."""
     if isinstance(f, nn.Module):
         yield from ((f"parameter {name!r}", p) for name, p in f.named_parameters() if p.requires_grad)
     elif isinstance(f, functools.partial):
         yield from captured(f.func)
         for value in (*f.args, *f.keywords.values()):
             yield from held(value, "an argument of functools.partial")
-    elif getattr(f, "__closure__", None):
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__, strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+    elif isinstance(f, types.FunctionType):
+        variables = inspect.getclosurevars(f)
+        for name, value in {**variables.globals, **variables.nonlocals}.items():
             yield from held(value, f"captured {name!r}")
 
 

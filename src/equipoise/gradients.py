@@ -45,7 +45,7 @@ class Forward:
         return solve(
             self.problem,
             self.z.detach(),
-            self.image,
+            self.image.detach(),
             self.solver,
             self.tolerance,
             compact=self.compact,
@@ -67,9 +67,9 @@ class GradientRule(ABC):
 class ImplicitGradient(GradientRule):
     """The gradient of the equilibrium itself, by the implicit function theorem; memory does not grow with steps.
 
-    For a loss with gradient v at z*, solves the adjoint system u = v + J^T u, J the Jacobian of f at z*, and pulls u back
-    through one recorded evaluation of f. With ``create_graph=True`` the adjoint system is differentiated in the same
-    way, to every order. z* does not depend on z0, which therefore gets no gradient.
+    For a loss with gradient v at z*, solves the adjoint system u = v + J^T u, J the Jacobian of f at z*, and pulls u
+    back through one recorded evaluation of f. With ``create_graph=True`` the adjoint system is differentiated in the
+    same way, to every order. z* does not depend on z0, which therefore gets no gradient.
 
     Args:
         solver: for the adjoint system; None takes the forward solver (NewtonKrylov: its inner one).
@@ -98,8 +98,8 @@ class ImplicitGradient(GradientRule):
     def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
         if self.shine and not isinstance(forward.solver, Broyden):
             raise TypeError(
-                f"ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is {forward.solver!r}: "
-                "use solver=Broyden(...), or shine=False."
+                "ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is "
+                f"{forward.solver!r}: use solver=Broyden(...), or shine=False."
             )
         solved = forward.solve(keep_state=self.shine)
         adjoint = Adjoint(
@@ -205,8 +205,8 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
         differs = torch.isfinite(residual) & ~((again - residual).abs() <= allowed)
         if bool(differs.any()):
             warnings.warn(
-                f"f is no function of z: at the same z its residual was {residual[differs][0]:.2e} during the solve and "
-                f"{again[differs][0]:.2e} after it. Look for dropout, noise, BatchNorm or state inside f.",
+                f"f is no function of z: at the same z its residual was {residual[differs][0]:.2e} during the solve "
+                f"and {again[differs][0]:.2e} after it. Look for dropout, noise, BatchNorm or state inside f.",
                 ImpureFunctionWarning,
                 stacklevel=6,
             )

@@ -1,7 +1,7 @@
 """Implicit differentiation, to every order.
 
-Let z* solve z = f(z, theta). For a loss with gradient v at z*, the gradient with respect to theta is u^T df/dtheta, where u
-solves the adjoint system u = v + J^T u, J = df/dz at z*: again a fixed point, solved by the same loop.
+Let z* solve z = f(z, theta). For a loss with gradient v at z*, the gradient with respect to theta is u^T df/dtheta,
+where u solves the adjoint system u = v + J^T u, J = df/dz at z*: again a fixed point, solved by the same loop.
 
 First order: f is recorded once at z*, and autograd pulls u back through that record to whatever f captured. Higher
 orders (``create_graph=True``): u is itself the solution of a fixed-point problem in (v, z*, theta) and is attached in
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from equipoise.graph import captured_leaves
-from equipoise.problem import Count, FunctionProblem, Problem
+from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
 from equipoise.solvers.base import Solved, Solver, solve
 from equipoise.tolerance import Tolerance
@@ -141,9 +141,7 @@ class AdjointProblem(Problem):
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
 
 
-def pullback(
-    problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor
-) -> Sequence[Tensor]:
+def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor) -> Sequence[Tensor]:
     """u^T df/dtheta for the sources and captured leaves of f recorded at z; differentiable when grad mode is on."""
     create_graph = torch.is_grad_enabled()
     fresh = [isolated(tensor) for tensor in sources]
@@ -176,8 +174,8 @@ def isolated(tensor: Tensor) -> Tensor:
 class _Attach(torch.autograd.Function):
     """The value of one tensor with the gradient of another.
 
-    First order: ``first`` turns the cotangent into that of ``image``. With create_graph, ``higher`` gives the gradients of
-    ``tensors`` as differentiable functions, and ``image`` gets none.
+    First order: ``first`` turns the cotangent into that of ``image``. With create_graph, ``higher`` gives the gradients
+    of ``tensors`` as differentiable functions, and ``image`` gets none.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A batch of independent fixed-point problems v = f(v, *inputs), as solvers see it: one (batch, n) matrix of rows.
 
-Values are tensors or nested tuples of tensors; :class:`Layout` turns one into rows and back. :class:`Problem` calls f on
-rows, counts the calls, checks what comes back, and can be narrowed to some of its samples.
+Values are tensors or nested tuples of tensors; :class:`Layout` turns one into rows and back. :class:`Problem` calls f
+on rows, counts the calls, checks what comes back, and can be narrowed to some of its samples.
 """
 
 from __future__ import annotations
@@ -196,21 +196,20 @@ class FunctionProblem(Problem):
 
     @classmethod
     def start(cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> tuple[FunctionProblem, Tensor, Tensor]:
-        """Check everything at the door; return the problem, z0 as rows and f(z0) as rows (without a graph)."""
+        """Check everything at the door; return the problem, z0 and f(z0) as rows, with their graphs."""
         if not callable(f):
             raise TypeError(f"f is a {type(f).__name__}; it must be a function f(z, *inputs) -> z.")
         warn_of_mixing_layers(f)
         z0, batch, device = initial_value(z0, inputs)
         problem = cls(f, inputs, Layout(z0), device)
-        detached = rebuild(z0, [tensor.detach() for _, tensor in leaves(z0, "z0")])
-        image = problem.evaluate(detached, batch)
+        image = problem.evaluate(z0, batch)
         problem.check_image(image, batch)
         found = leaves(image, "f(z)")
         problem.needs_gradient = any(tensor.requires_grad for _, tensor in found)
         # Rows follow the memory order f produces, so that a channels-last f is never copied back and forth.
         for leaf, (name, tensor) in zip(problem.layout.leaves, found, strict=True):
             leaf.permutation = Leaf.of(name, tensor).permutation
-        return problem, problem.layout.pack(z0).contiguous(), problem.layout.pack(image).detach()
+        return problem, problem.layout.pack(z0).contiguous(), problem.layout.pack(image)
 
     @property
     def rounding(self) -> float:
@@ -246,7 +245,8 @@ class FunctionProblem(Problem):
         for leaf, (name, tensor) in zip(expected, found, strict=True):
             if tensor.shape != (batch, *leaf.shape):
                 raise ValueError(
-                    f"f changes the shape of z: {leaf.name} is {(batch, *leaf.shape)}, {name} is {tuple(tensor.shape)}. "
+                    f"f changes the shape of z: {leaf.name} is {(batch, *leaf.shape)}, "
+                    f"{name} is {tuple(tensor.shape)}. "
                     + (GATHERING if self.gathered else "f(z, *inputs) must return a value shaped like z.")
                 )
             if tensor.dtype != leaf.dtype and not (
@@ -328,8 +328,9 @@ def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.devic
     for name, tensor in named:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(f"{name} is {tensor.dtype}; a state must be floating point, e.g. {name}.float().")
-    sizes = {tensor.shape[0] for _, tensor in given} or {tensor.shape[0] for _, tensor in named} - {1} or {1}
-    batch = max(sizes)
+    batch = (given or named)[0][1].shape[0]
+    if not given:  # a leaf of batch 1 follows the others
+        batch = next((tensor.shape[0] for _, tensor in named if tensor.shape[0] != 1), batch)
     for name, tensor in given + named:
         if tensor.shape[0] != batch and (tensor.shape[0] != 1 or not name.startswith("z0")):
             raise ValueError(

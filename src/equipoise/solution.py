@@ -129,9 +129,10 @@ class Solution:
 
     def __str__(self) -> str:
         story = str(self.stats)
-        failures = [f"{n} {r.name}: {r.message}" for r, n in self.stats.counts().items() if r != Result.CONVERGED]
+        failures = {r: n for r, n in self.stats.counts().items() if r != Result.CONVERGED}
         if failures:
-            story += "\n" + " ".join(failures)
+            kinds = ", ".join(f"{n} {r.name}" for r, n in failures.items())
+            story += f"\n{kinds}: {max(failures, key=failures.__getitem__).message}"
         elif self.backward is not None:
             story += f"\nbackward: {' - '.join(str(self.backward).splitlines())}"
         elif self.result.numel():
@@ -151,8 +152,11 @@ def failure_message(stats: Statistics, which: str) -> str | None:
     failed = ~stats.converged
     worst = torch.where(failed, stats.residual, torch.zeros_like(stats.residual)).max()
     kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
-    first = next(iter(counts))
+    commonest = max(counts, key=counts.__getitem__)
+    advice = commonest.message
+    if commonest == Result.NONFINITE and bool((stats.steps[failed] == 1).all()):
+        advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
     return (
         f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({kinds}; "
-        f"worst residual {worst:.1e} after {stats.evaluations} evaluations). {first.message}"
+        f"worst residual {worst:.1e} after {stats.evaluations} evaluations). {advice}"
     )

@@ -58,17 +58,22 @@ def require(
 
 @dataclass_transform(frozen_default=True)
 def options(cls: type) -> type:
-    """A frozen dataclass whose constructor answers an unknown option with the nearest name it has."""
-    cls = dataclass(frozen=True)(cls)
+    """A frozen dataclass that answers an unknown option with the nearest name it has, and shows what is not default."""
+    cls = dataclass(frozen=True, repr=False)(cls)
     made = cls.__init__
-    names = [field.name for field in fields(cls) if field.init]
+    names = [field.name for field in fields(cls)]
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unknown(cls.__name__, kwargs, names)
         made(self, *args, **kwargs)
 
+    def show(self: Any) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if f.repr and getattr(self, f.name) != f.default]
+        return f"{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
     cls.__init__ = init
+    cls.__repr__ = show  # type: ignore[assignment]
     return cls
 
 

@@ -12,35 +12,45 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State, evaluated
+from equipoise.solvers.base import Solver, State
 from equipoise.tolerance import row_norms
 from equipoise.validation import options, require
 
 
 @dataclass
 class AndersonState(State):
-    """Adds the rings of differences between successive iterates, one slot each, and their Gram matrix."""
+    """Adds rings of differences between successive iterates, one slot each, and their Gram matrix."""
 
-    left: Tensor  # (batch, memory, n): differences of gaps (type II) or of iterates (type I)
-    images: Tensor  # (batch, memory, n): differences of images
+    left: Tensor  # (batch, memory + 2, n): differences of gaps (type II) or iterates (type I); the last two gaps
+    moves: Tensor  # (batch, memory, n): dz + mixing * dgap, by which the next iterate is corrected
     gram: Tensor  # (batch, memory, memory): left_i . dgap_j
     seen: int  # differences entered so far
+
+    def take(self, rows: Tensor) -> AndersonState:
+        taken = super().take(rows)
+        taken.gap = taken.left[:, gap_slot(taken.left, taken.seen)]  # the gap lives in the ring
+        return taken
+
+
+def gap_slot(left: Tensor, seen: int) -> int:
+    """Gaps take turns in the last two slots, so that a gap and its predecessor lie where products need them."""
+    return left.shape[1] - 2 + seen % 2
 
 
 @options
 class Anderson(Solver):
     """Anderson acceleration, per sample.
 
-    With the differences dz_j, df_j, dg_j of iterates, images and gaps g = f(z) - z over the last ``memory`` steps, the
-    next iterate is f(z) - sum_j gamma_j df_j, where gamma minimises ||g - sum_j gamma_j dg_j|| (type II) or makes that
-    vector orthogonal to every dz_j (type I).
+    With the differences dz_j, dg_j of iterates and gaps g = f(z) - z over the last ``memory`` steps, the next iterate is
+    z + mixing g - sum_j gamma_j (dz_j + mixing dg_j), where gamma minimises ||g - sum_j gamma_j dg_j|| (type II) or
+    makes that vector orthogonal to every dz_j (type I).
 
     Args:
         memory: differences kept; a plain step is memory 0, which is :class:`Picard`.
         kind: 2 or 1, the type. Type I is the multisecant form of Broyden's good method.
         ridge: added to the Gram matrix after its columns are scaled to unit length, so relative to its scale;
-            None is ten times the rounding unit of the state.
-        mixing: the part of the remaining gap that is added to the extrapolated iterate; 1 goes all the way to f.
+            None is a hundred rounding units of the state, about the error of the products.
+        mixing: the part of the remaining gap that is added to the extrapolated iterate; 1 is all of it.
         restart: forget a sample's history when its residual grows by more than this factor; None never does.
 
     Example:
@@ -57,61 +67,63 @@ class Anderson(Solver):
         require(self, "memory", at_least=1, whole=True)
         require(self, "kind", among=(1, 2))
         require(self, "ridge", at_least=0.0, optional=True)
-        require(self, "mixing", above=0.0, at_most=1.0)
+        require(self, "mixing", above=0.0, at_most=2.0)
         require(self, "restart", at_least=1.0, optional=True)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> AndersonState:
         batch, n = z.shape
-        ring = z.new_zeros(2, batch, self.memory, n)
+        left = z.new_empty(batch, self.memory + 2, n)
+        moves = z.new_empty(batch, self.memory, n)
         gram = z.new_zeros(batch, self.memory, self.memory)
-        return AndersonState(z, image, image - z, ring[0], ring[1], gram, seen=0)
+        gap = left[:, gap_slot(left, 0)]
+        torch.sub(image, z, out=gap)
+        return AndersonState(z, image, gap, left, moves, gram, seen=0)
 
     def step(self, problem: Problem, state: AndersonState) -> AndersonState:
         z = self.extrapolate(state) if state.seen else torch.lerp(state.z, state.image, self.mixing)
-        z, image, gap = evaluated(problem, z)
+        image = problem(z)
+        left, moves, gram, seen = state.left, state.moves, state.gram, state.seen + 1
         slot = state.seen % self.memory
-        torch.sub(image, state.image, out=state.images[:, slot])
+        gap = left[:, gap_slot(left, seen)]
+        torch.sub(image, z, out=gap)
+        torch.sub(image, state.image, out=moves[:, slot])
+        if self.mixing != 1.0:
+            moves[:, slot].add_(gap - state.gap, alpha=self.mixing - 1)
         if self.kind == 2:
-            torch.sub(gap, state.gap, out=state.left[:, slot])
+            torch.sub(gap, state.gap, out=left[:, slot])
         else:
-            torch.sub(z, state.z, out=state.left[:, slot])
-        gram = state.gram
+            torch.sub(z, state.z, out=left[:, slot])
         if self.restart is not None:
             grew = row_norms(gap) > self.restart * row_norms(state.gap)
             gram = torch.where(grew[:, None, None], 0.0, gram)  # a difference of length 0 takes no part
-        return AndersonState(z, image, gap, state.left, state.images, gram, state.seen + 1)
+        return AndersonState(z, image, gap, left, moves, gram, seen)
 
     def extrapolate(self, state: AndersonState) -> Tensor:
         """The next iterate; the newest difference still has to enter the Gram matrix."""
         filled = min(state.seen, self.memory)
-        new = (state.seen - 1) % self.memory
-        left, images, gram = state.left[:, :filled], state.images[:, :filled], state.gram
+        new, current = (state.seen - 1) % self.memory, gap_slot(state.left, state.seen)
+        left, moves, gram = state.left[:, :filled], state.moves[:, :filled], state.gram
+        pair = state.left[:, new : current + 1 : current - new]  # the newest difference and the gap, without a copy
+        products = pair @ left.mT
+        right = products[:, 1]
         if self.kind == 2:
-            both = torch.stack([left[:, new], state.gap], dim=1) @ left.mT
-            gram[:, new, :filled] = gram[:, :filled, new] = both[:, 0]
-            right = both[:, 1]
+            gram[:, new, :filled] = gram[:, :filled, new] = products[:, 0]
         else:
-            dgap = images[:, new] - left[:, new]
-            both = torch.stack([dgap, state.gap, left[:, new]], dim=1) @ left.mT
-            gram[:, new, :filled] = (left[:, new, None] @ images.mT)[:, 0] - both[:, 2]
-            gram[:, :filled, new] = both[:, 0]
-            right = both[:, 1]
+            dgap = (moves[:, new] - left[:, new]) / self.mixing
+            gram[:, new, :filled] = ((left[:, new, None] @ moves.mT)[:, 0] - products[:, 0]) / self.mixing
+            gram[:, :filled, new] = (dgap[:, None] @ left.mT)[:, 0]
         gamma = self.weights(gram[:, :filled, :filled], right)[:, None]
-        z = torch.baddbmm(state.image[:, None], gamma, images, alpha=-1)[:, 0]
-        if self.mixing != 1.0:
-            differences = left if self.kind == 2 else images - left
-            remaining = torch.baddbmm(state.gap[:, None], gamma, differences, alpha=-1)[:, 0]
-            z = z - (1 - self.mixing) * remaining
-        return z
+        base = state.image if self.mixing == 1.0 else torch.add(state.z, state.gap, alpha=self.mixing)
+        return torch.baddbmm(base[:, None], gamma, moves, alpha=-1)[:, 0]
 
     def weights(self, gram: Tensor, right: Tensor) -> Tensor:
         """gamma, with zeros (the plain step) where the system is singular."""
         size = gram.diagonal(dim1=1, dim2=2)
         scale = torch.where(size == 0, 0.0, size.abs().rsqrt())
-        ridge = 10 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
         system = scale[:, :, None] * gram * scale[:, None, :]
-        system.diagonal(dim1=1, dim2=2).add_(ridge * torch.where(size < 0, -1.0, 1.0))
-        gamma, info = torch.linalg.solve_ex(system, (scale * right)[:, :, None])
-        gamma = scale * gamma[:, :, 0]
-        usable = (info == 0) & torch.isfinite(gamma).all(dim=1)
-        return torch.where(usable[:, None], gamma, 0.0)
+        ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
+        system.diagonal(dim1=1, dim2=2).add_(torch.copysign(torch.full_like(size, ridge), size))
+        solution, _ = torch.linalg.solve_ex(system, (scale * right)[:, :, None])
+        gamma = scale * solution[:, :, 0]
+        usable = torch.isfinite(gamma.sum(dim=1, keepdim=True))  # a singular system divides by zero
+        return torch.where(usable, gamma, 0.0)

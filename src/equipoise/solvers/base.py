@@ -116,15 +116,15 @@ class Ledger:
         converged = active & tolerance.reached(gap, scale) & finite
         better = active & (residual < self.residual) & finite | converged
 
-        progress = active & (residual < PROGRESS * self.mark)
-        self.mark = torch.where(progress, residual, self.mark)
-        self.since = torch.where(progress, step, self.since)
-
         result = torch.where(converged, int(Result.CONVERGED), self.result)
         result = torch.where(active & ~finite, int(Result.NONFINITE), result)
-        if tolerance.patience is not None and step > tolerance.patience:
-            stalled = (result == ACTIVE) & (step - self.since >= tolerance.patience)
-            result = torch.where(stalled, int(Result.STALLED), result)
+        if tolerance.patience is not None and tolerance.patience < tolerance.max_steps:
+            progress = residual < PROGRESS * self.mark
+            self.mark = torch.where(progress, residual, self.mark)
+            self.since = torch.where(progress, step, self.since)
+            if step > tolerance.patience:
+                stalled = (result == ACTIVE) & (step - self.since >= tolerance.patience)
+                result = torch.where(stalled, int(Result.STALLED), result)
         if step >= tolerance.max_steps:
             result = torch.where(result == ACTIVE, int(Result.MAX_STEPS), result)
         self.result = result

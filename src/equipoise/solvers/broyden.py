@@ -49,7 +49,7 @@ class Broyden(Solver):
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> BroydenState:
         batch, n = z.shape
-        ring = z.new_zeros(2, batch, self.memory, n)
+        ring = z.new_empty(2, batch, self.memory, n)
         gap = image - z
         return BroydenState(z, image, gap, ring[0], ring[1], z.new_zeros(batch, self.memory), gap, seen=0)
 
@@ -87,4 +87,6 @@ class Broyden(Solver):
 
     def adjoint_estimate(self, state: BroydenState, cotangent: Tensor) -> Tensor:
         """-H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
-        return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ state.left.mT, state.right, alpha=-1)[:, 0]
+        filled = min(state.seen, self.memory)
+        left, right = state.left[:, :filled], state.right[:, :filled]
+        return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ left.mT, right, alpha=-1)[:, 0]

@@ -1,7 +1,7 @@
 """Krylov solvers for affine problems u = A u + b: the adjoint system of the backward pass, Newton's inner system.
 
-Y. Saad and M. Schultz, "GMRES" (1986), in the residual-minimising form of S. Eisenstat, H. Elman and M. Schultz, "Variational
-iterative methods for nonsymmetric systems" (1983); H. van der Vorst, "Bi-CGSTAB" (1992).
+Y. Saad and M. Schultz, "GMRES" (1986), in the residual-minimising form of S. Eisenstat, H. Elman and M. Schultz,
+"Variational iterative methods for nonsymmetric systems of linear equations" (1983); H. van der Vorst, "Bi-CGSTAB" (1992).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GMRES(Solver):
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> GMRESState:
         require_affine(self, problem)
         batch, n = z.shape
-        ring = z.new_zeros(2, batch, self.memory, n)
+        ring = z.new_empty(2, batch, self.memory, n)
         gap = image - z
         return GMRESState(z, image, gap, ring[0], ring[1], gap, seen=0)
 
@@ -82,9 +82,7 @@ class GMRES(Solver):
         z, gap = torch.addcmul(state.z, length, p), torch.addcmul(state.gap, length, q, value=-1)
         # Where the residual hardly moved, it would give the same direction again: go on with the Krylov vector.
         stuck = (length.abs() < 1e-3 * row_norms(state.gap)[:, None]) & keep[:, None]
-        return GMRESState(
-            z, z + gap, gap, state.directions, state.products, torch.where(stuck, q, gap), state.seen + 1
-        )
+        return GMRESState(z, z + gap, gap, state.directions, state.products, torch.where(stuck, q, gap), state.seen + 1)
 
 
 @dataclass

@@ -1,0 +1,271 @@
+"""Keeping an equilibrium solvable: how contractive f is, penalties and constraints that make it so, dropout that fits.
+
+Layers here derive their weight or mask once per solve (:mod:`equipoise.scope`) and keep nothing between solves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.implicit import gradients
+from equipoise.problem import FunctionProblem
+from equipoise.scope import once_per_solve
+
+
+def jacobian_penalty(
+    f: Callable[..., Any], z: Any, *inputs: Any, probes: int = 1, generator: torch.Generator | None = None
+) -> Tensor:
+    """An unbiased estimate of ||df/dz||_F^2 / numel(z): a scalar to add to the loss, differentiable in everything.
+
+    Args:
+        f: the function of the fixed point.
+        z: where; the equilibrium or any iterate. Pass it detached to leave it alone.
+        probes: Gaussian vectors averaged over.
+        generator: for the probes.
+
+    Example:
+        >>> loss = loss + 0.5 * eq.jacobian_penalty(layer.f, z.detach(), x, probes=2)
+
+    Reference: S. Bai, V. Koltun, J. Z. Kolter, "Stabilizing equilibrium models by Jacobian regularization" (2021).
+    """
+    if probes < 1:
+        raise ValueError(f"probes is {probes}; it must be at least 1.")
+    with torch.enable_grad():
+        rows, image = recorded_rows(f, z, inputs)
+        total = image.new_zeros(())
+        for _ in range(probes):
+            probe = torch.randn(image.shape, dtype=image.dtype, device=image.device, generator=generator)
+            (product,) = gradients(image, [rows], probe, create_graph=True)
+            total = total + product.square().sum()
+    return total / (probes * max(rows.numel(), 1))
+
+
+def spectral_radius(
+    f: Callable[..., Any], z: Any, *inputs: Any, steps: int = 40, generator: torch.Generator | None = None
+) -> Tensor:
+    """The largest |eigenvalue| of df/dz per sample: below 1, plain iteration converges near z.
+
+    By ``steps`` steps of Arnoldi's method, which sees complex pairs, unlike power iteration; exact when ``steps``
+    reaches the size of z, otherwise close from below. Memory: ``steps`` vectors like z.
+
+    Example:
+        >>> eq.spectral_radius(layer.f, layer(x), x)
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; it must be at least 1.")
+    with torch.enable_grad():
+        rows, image = recorded_rows(f, z, inputs)
+    with torch.no_grad():
+        batch, n = rows.shape
+        steps = min(steps, n)
+        if batch == 0 or n == 0:
+            return rows.new_zeros(batch)
+        start = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device, generator=generator)
+        basis = [normalised(start)[0]]
+        hessenberg = rows.new_zeros(batch, steps, steps)
+        for k in range(steps):
+            (w,) = gradients(image, [rows], basis[-1], create_graph=False)  # J^T has the eigenvalues of J
+            before = torch.linalg.vector_norm(w, dim=1)
+            V = torch.stack(basis, dim=1)
+            for _ in range(2):  # once more, since rounding spoils a single pass
+                overlap = (w[:, None] @ V.mT)[:, 0]
+                w = w - (overlap[:, None] @ V)[:, 0]
+                hessenberg[:, : k + 1, k] += overlap
+            w, size = normalised(w)
+            closed = size <= 10 * torch.finfo(w.dtype).eps * before  # the space is invariant: start a new block
+            if k + 1 < steps:
+                hessenberg[:, k + 1, k] = torch.where(closed, 0.0, size)
+                basis.append(torch.where(closed[:, None], fresh_direction(V, generator), w))
+        return torch.linalg.eigvals(hessenberg).abs().amax(dim=1)
+
+
+def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """z as rows at which gradients can be asked for, and f there with its graph."""
+    with torch.no_grad():
+        problem, _, _ = FunctionProblem.start(f, z, inputs)
+    rows = problem.layout.pack(z)
+    rows = rows.view_as(rows) if rows.requires_grad else rows.detach().requires_grad_()
+    problem.scope.grad = True
+    problem.scope.shared.clear()
+    return rows, problem(rows)
+
+
+def normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    size = torch.linalg.vector_norm(rows, dim=1)
+    return rows / torch.where(size == 0, 1.0, size)[:, None], size
+
+
+def fresh_direction(V: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A random unit vector orthogonal to the orthonormal rows of V, per sample."""
+    w = torch.randn(V.shape[0], V.shape[2], dtype=V.dtype, device=V.device, generator=generator)
+    for _ in range(2):
+        w = w - ((w[:, None] @ V.mT) @ V)[:, 0]
+    return normalised(w)[0]
+
+
+def operator_norm_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
+    """An upper bound of the largest singular value of the (..., m, n) matrices, tight within n^(1 / 2^iterations).
+
+    Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k). Never below the norm, unlike power
+    iteration, deterministic and differentiable.
+
+    Reference: B. Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration"
+    (2023), theorem 2.
+    """
+    gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
+    log_bound = torch.zeros(matrix.shape[:-2], dtype=matrix.real.dtype, device=matrix.device)
+    for k in range(iterations):
+        # Rescaled at every step, or the powers would overflow; the scales are collected in the logarithm.
+        size = torch.linalg.matrix_norm(gram)
+        safe = torch.where(size == 0, 1.0, size)
+        log_bound = log_bound + safe.log() / 2**k
+        gram = gram / safe[..., None, None]
+        gram = gram.mH @ gram
+    size = torch.linalg.matrix_norm(gram)
+    bound = (log_bound + torch.where(size == 0, 1.0, size).log() / 2**iterations).exp()
+    return torch.where(size == 0, 0.0, bound)
+
+
+def conv2d_norm_bound(kernel: Tensor, size: tuple[int, int], iterations: int = 6) -> Tensor:
+    """An upper bound of the operator norm of a stride-1 convolution on zero-padded images of ``size``.
+
+    Zero padding is a restriction of the circular convolution on the grid enlarged by the kernel, which the DFT
+    block-diagonalises.
+    """
+    grid = [n + k - 1 for n, k in zip(size, kernel.shape[2:], strict=True)]
+    blocks = torch.fft.rfft2(kernel, s=grid).permute(2, 3, 0, 1)
+    return operator_norm_bound(blocks, iterations).amax()
+
+
+class VariationalDropout(nn.Module):
+    """Dropout with one mask per solve, so that f stays a function of z; identity in eval mode.
+
+    A mask entry covers a whole channel, (batch, channels, 1, ...); outside a solve every call draws a new one.
+
+    Args:
+        p: probability of a channel being zeroed; the others are scaled by 1 / (1 - p).
+
+    Reference: Y. Gal and Z. Ghahramani, "A theoretically grounded application of dropout in recurrent neural networks"
+    (2016); in equilibrium models, Bai et al. (2020), section 3.
+    """
+
+    def __init__(self, p: float = 0.5):
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p is {p}; it must be at least 0 and below 1.")
+        self.p = p
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return z
+        shape = (*z.shape[:2], *(1 for _ in z.shape[2:]))
+
+        def draw() -> Tensor:
+            keep = torch.full(shape, 1 - self.p, dtype=z.dtype, device=z.device)
+            return torch.bernoulli(keep) / (1 - self.p)
+
+        return z * once_per_solve((id(self), shape[1:]), draw, per_sample=True)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class WeightNorm(nn.Module):
+    """A linear or convolutional layer with weight ``scale * v / ||v||`` per output, derived once per solve.
+
+    ``layer.weight`` holds v. A row of v that is zero gives a zero weight, not NaN.
+
+    Args:
+        layer: ``nn.Linear`` or ``nn.Conv1d/2d/3d`` (not transposed).
+
+    Example:
+        >>> conv = eq.WeightNorm(nn.Conv2d(8, 8, 3, padding=1))
+
+    Reference: T. Salimans and D. Kingma, "Weight normalization" (2016), eq. 2.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = supported(layer)
+        self.scale = nn.Parameter(row_lengths(self.layer.weight).detach())
+
+    @property
+    def weight(self) -> Tensor:
+        return once_per_solve(id(self), self.derive)
+
+    def derive(self) -> Tensor:
+        v = self.layer.weight
+        length = row_lengths(v)
+        return v * (self.scale / torch.where(length == 0, 1.0, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_layer(self.layer, x, self.weight)
+
+
+class SpectralNorm(nn.Module):
+    """A linear or 2-d convolutional layer whose operator norm never exceeds ``bound``, derived once per solve.
+
+    The weight is divided by an upper bound of its norm (:func:`operator_norm_bound`) where that exceeds ``bound``; for
+    a convolution the norm is that of the operator on images of the size at hand, not of the reshaped kernel.
+
+    Args:
+        layer: ``nn.Linear``, or ``nn.Conv2d`` with stride 1, dilation 1, one group and zero padding.
+        bound: the largest norm allowed.
+        always: scale up to ``bound`` as well as down.
+
+    Example:
+        >>> cell = eq.SpectralNorm(nn.Linear(64, 64), bound=0.9)
+    """
+
+    def __init__(self, layer: nn.Module, bound: float = 1.0, *, always: bool = False):
+        super().__init__()
+        self.layer = supported(layer)
+        if isinstance(layer, nn.Conv2d):
+            if layer.stride != (1, 1) or layer.dilation != (1, 1) or layer.groups != 1 or layer.padding_mode != "zeros":
+                raise ValueError("SpectralNorm takes an nn.Conv2d with stride 1, dilation 1, one group, zero padding.")
+        elif not isinstance(layer, nn.Linear):
+            raise TypeError(f"SpectralNorm takes nn.Linear or nn.Conv2d, not {type(layer).__name__}.")
+        if not bound > 0:
+            raise ValueError(f"bound is {bound}; it must be above 0.")
+        self.bound, self.always = bound, always
+
+    def weight(self, size: tuple[int, int] | None = None) -> Tensor:
+        """The constrained weight; a convolution needs the ``size`` of its images."""
+        return once_per_solve((id(self), size), lambda: self.derive(size))
+
+    def derive(self, size: tuple[int, int] | None) -> Tensor:
+        raw = self.layer.weight
+        norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size)
+        if self.always:
+            return raw * (self.bound / torch.where(norm == 0, 1.0, norm))
+        return raw * (self.bound / norm.clamp(min=self.bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (x.shape[-2], x.shape[-1]) if isinstance(self.layer, nn.Conv2d) else None
+        return apply_layer(self.layer, x, self.weight(size))
+
+    def extra_repr(self) -> str:
+        return f"bound={self.bound}, always={self.always}"
+
+
+def supported(layer: Any) -> Any:
+    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        raise TypeError(f"layer is a {type(layer).__name__}; it must be nn.Linear or nn.Conv1d, 2d or 3d.")
+    return layer
+
+
+def row_lengths(weight: Tensor) -> Tensor:
+    """||weight_i|| for every output i, shaped to divide the weight."""
+    shape = (-1, *(1 for _ in weight.shape[1:]))
+    return torch.linalg.vector_norm(weight.flatten(1), dim=1).view(shape)
+
+
+def apply_layer(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, layer.bias)
+    return layer._conv_forward(x, weight, layer.bias)
