@@ -40,7 +40,7 @@ test: $(VENV)/with-dev
 	$(BIN)/python -m pytest -q -n 2
 
 test-slow: $(VENV)/with-dev
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow || test $$? -eq 5  # 5: no test is that slow (yet)
 
 # The wrapper would ask the network whether a newer pyright exists.
 lint: export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1

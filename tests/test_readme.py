@@ -19,12 +19,20 @@ def test_examples_run(capsys):
     names: dict = {}
     for number, block in enumerate(BLOCKS, 1):
         exec(compile(block, f"README.md, block {number}", "exec"), names)
-    assert "samples converged" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("8 of 8 samples converged\nsteps median ")
+    assert "\nbackward: 8 of 8 samples converged" in printed
+    assert "Not contractive: the spectral radius" in printed
 
 
 def test_first_example_is_five_lines():
     assert BLOCKS
     assert len([line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith(("import", "#"))]) <= 5
+
+
+@pytest.mark.parametrize("name", eq.__all__)
+def test_every_public_name_is_listed(name):
+    assert re.search(rf"^\|.*`eq\.{name}\b", README, re.M)
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`eq\.([A-Za-z_][A-Za-z_.]*)", README))))
@@ -39,7 +47,7 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z-]+)\b", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M))))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
 

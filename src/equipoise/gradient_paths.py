@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from equipoise.graph import nodes
 from equipoise.problem import FunctionProblem, leaves
 
-_unused: weakref.WeakSet[Tensor] = weakref.WeakSet()  # found once, not tried again
+# Found once, not tried again. By identity: a WeakSet would compare tensors element by element.
+_unused: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def require_gradient_paths(problem: FunctionProblem, rows: Tensor, image: Tensor) -> None:
     """Raise if f at ``rows``, recorded as ``image``, depends on a tensor that no gradient would reach."""
     missing = unreachable(image, dict(named_sources(problem)))
     for name, tensor in missing.items():
-        if tensor in _unused:
+        if _unused.get(id(tensor)) is tensor:
             continue
         if depends_on(problem, rows, image, tensor):
             raise RuntimeError(
@@ -35,7 +36,7 @@ def require_gradient_paths(problem: FunctionProblem, rows: Tensor, image: Tensor
                 "no_grad(), .data, .item() or numpy on its way through f. "
                 "If it is meant to be constant, pass it detached or set requires_grad=False."
             )
-        _unused.add(tensor)
+        _unused[id(tensor)] = tensor
 
 
 def named_sources(problem: FunctionProblem) -> Iterator[tuple[str, Tensor]]:

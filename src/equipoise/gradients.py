@@ -102,21 +102,24 @@ class ImplicitGradient(GradientRule):
                 f"{forward.solver!r}: use solver=Broyden(...), or shine=False."
             )
         solved = forward.solve(keep_state=self.shine)
-        adjoint = Adjoint(
-            self.solver or forward.solver.for_adjoint(), self.tolerance or forward.tolerance, forward.compact, report
-        )
-        if self.start is not None:
-            start = forward.problem.layout.pack(self.start).detach()
-            adjoint.start = lambda cotangent: start
-        elif self.shine and isinstance(forward.solver, Broyden):
-            adjoint.start = partial(forward.solver.adjoint_estimate, solved.state)
+        solver, tolerance = self.solver or forward.solver.for_adjoint(), self.tolerance or forward.tolerance
 
-        def attach(problem: FunctionProblem, equilibrium: Tensor, residual: Tensor) -> Tensor:
+        def attach(problem: FunctionProblem, equilibrium: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+            adjoint = Adjoint(solver, tolerance, forward.compact, report, self.guess(forward, solved, rows))
             value, image = adjoint.attach(problem, equilibrium)
             check_record(problem, equilibrium, image, residual)
             return value
 
         return on_finite_samples(solved, attach), solved
+
+    def guess(self, forward: Forward, solved: Solved, rows: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """How to guess u from v for the samples ``rows``; None where v itself is the guess."""
+        if self.start is not None:
+            start = forward.problem.layout.pack(self.start).detach().index_select(0, rows)
+            return lambda cotangent: start
+        if self.shine and isinstance(forward.solver, Broyden):
+            return partial(forward.solver.adjoint_estimate, forward.solver.take(solved.state, rows))
+        return None
 
 
 @options
@@ -144,7 +147,7 @@ class PhantomGradient(GradientRule):
         solved = forward.solve()
         return on_finite_samples(solved, self.attach), solved
 
-    def attach(self, problem: FunctionProblem, equilibrium: Tensor, residual: Tensor) -> Tensor:
+    def attach(self, problem: FunctionProblem, equilibrium: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
         z = equilibrium
         for k in range(self.steps):
             image = recorded(problem, z)
@@ -212,16 +215,15 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
             )
 
 
-def on_finite_samples(solved: Solved, attach: Callable[[FunctionProblem, Tensor, Tensor], Tensor]) -> Tensor:
+def on_finite_samples(solved: Solved, attach: Callable[[FunctionProblem, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     """Attach a gradient where f is finite at the value; a sample where it is not would spoil every gradient sum.
 
     Leaving samples out needs explicit inputs; without them all samples are recorded together.
     """
     residual, problem = solved.stats.residual, solved.problem
     assert isinstance(problem, FunctionProblem)
-    finite = torch.isfinite(residual)
-    if not problem.gatherable or bool(finite.all()):
-        return attach(problem, solved.z, residual)
-    rows = finite.nonzero().squeeze(1)
-    part = attach(problem.take(rows), solved.z[rows], residual[rows])
+    rows = torch.isfinite(residual).nonzero().squeeze(1)
+    if not problem.gatherable or len(rows) == len(residual):
+        return attach(problem, solved.z, residual, torch.arange(len(residual), device=rows.device))
+    part = attach(problem.take(rows), solved.z[rows], residual[rows], rows)
     return solved.z.index_copy(0, rows, part)

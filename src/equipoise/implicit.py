@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.graph import captured_leaves
+from equipoise.graph import captured_leaves, nodes
 from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
 from equipoise.solvers.base import Solved, Solver, solve
@@ -100,7 +100,12 @@ class Adjoint:
         sources, captured = tensors[:count], tensors[count:]
         at = value.view_as(value)
         there = problem.with_sources(sources)
-        system = AdjointProblem(there, at, recorded(there, at), cotangent)
+        image = recorded(there, at)
+        if any("CompiledFunction" in node.name() for node in nodes(image, [at, *sources])):
+            raise RuntimeError(
+                "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
+            )
+        system = AdjointProblem(there, at, image, cotangent)
         u, _ = replace(self, start=None).attach(system, u)
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
@@ -153,16 +158,9 @@ def gradients(image: Tensor, inputs: Sequence[Tensor], cotangent: Any, *, create
     """torch.autograd.grad with zeros where there is no path, keeping the graph."""
     if not image.requires_grad:
         return [torch.zeros_like(tensor) for tensor in inputs]
-    try:
-        found = torch.autograd.grad(
-            image, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
-        )
-    except RuntimeError as error:
-        if "double backward" in str(error):
-            raise RuntimeError(
-                "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
-            ) from error
-        raise
+    found = torch.autograd.grad(
+        image, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
     return [torch.zeros_like(tensor) if g is None else g for g, tensor in zip(found, inputs, strict=True)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -41,15 +41,15 @@ def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
 
 def rebuild(like: Any, parts: Sequence[Any]) -> Any:
     """A tree structured like ``like`` with ``parts`` as its leaves, in order."""
-    remaining = iter(parts)
+    return _rebuild(like, iter(parts))
 
-    def build(node: Any) -> Any:
-        if not isinstance(node, tuple | list):
-            return next(remaining)
-        children = [build(child) for child in node]
-        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
 
-    return build(like)
+def _rebuild(node: Any, remaining: Iterator[Any]) -> Any:
+    # Not a closure: one that calls itself is a reference cycle, which would keep every step's tensors alive.
+    if not isinstance(node, tuple | list):
+        return next(remaining)
+    children = [_rebuild(child, remaining) for child in node]
+    return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
 
 
 def skeleton(tree: Any) -> Any:

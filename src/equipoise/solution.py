@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from equipoise.solvers.base import Solved
-
 
 class Result(IntEnum):
     """What became of one sample; ``Result.X.message`` says it in a sentence, with a remedy."""
@@ -117,7 +113,7 @@ class Solution:
     stats: Statistics
     backward: Statistics | None = None
     adjoint: Any = None
-    solved: Solved | None = field(default=None, repr=False)  # what equipoise.diagnose needs to look closer
+    solved: Any = field(default=None, repr=False)  # a solvers.base.Solved: what equipoise.diagnose looks at
 
     @property
     def result(self) -> Tensor:

@@ -118,17 +118,21 @@ def operator_norm_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     (2023), theorem 2.
     """
     gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
-    log_bound = torch.zeros(matrix.shape[:-2], dtype=matrix.real.dtype, device=matrix.device)
+    largest = gram.abs().amax(dim=(-2, -1))
+    scale = torch.where(largest == 0, 1.0, largest)
+    gram = gram / scale[..., None, None]
+    log_bound = scale.log()
     for k in range(iterations):
         # Rescaled at every step, or the powers would overflow; the scales are collected in the logarithm.
         size = torch.linalg.matrix_norm(gram)
-        safe = torch.where(size == 0, 1.0, size)
-        log_bound = log_bound + safe.log() / 2**k
-        gram = gram / safe[..., None, None]
+        size = torch.where(largest == 0, 1.0, size)
+        log_bound = log_bound + size.log() / 2**k
+        gram = gram / size[..., None, None]
         gram = gram.mH @ gram
-    size = torch.linalg.matrix_norm(gram)
-    bound = (log_bound + torch.where(size == 0, 1.0, size).log() / 2**iterations).exp()
-    return torch.where(size == 0, 0.0, bound)
+    size = torch.where(largest == 0, 1.0, torch.linalg.matrix_norm(gram))
+    rounding = 1 + 32 * torch.finfo(log_bound.dtype).eps  # of the sums above, so that the bound stays one
+    bound = rounding * (log_bound + size.log() / 2**iterations).exp()
+    return torch.where(largest == 0, 0.0, bound)
 
 
 def conv2d_norm_bound(kernel: Tensor, size: tuple[int, int], iterations: int = 6) -> Tensor:

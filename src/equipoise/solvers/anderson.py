@@ -119,11 +119,12 @@ class Anderson(Solver):
     def weights(self, gram: Tensor, right: Tensor) -> Tensor:
         """gamma, with zeros (the plain step) where the system is singular."""
         size = gram.diagonal(dim1=1, dim2=2)
-        scale = torch.where(size == 0, 0.0, size.abs().rsqrt())
+        scale = size.abs().rsqrt().masked_fill_(size == 0, 0.0)
         system = scale[:, :, None] * gram * scale[:, None, :]
         ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
-        system.diagonal(dim1=1, dim2=2).add_(torch.copysign(torch.full_like(size, ridge), size))
+        # Away from zero: the diagonal of type I can be negative.
+        system.diagonal(dim1=1, dim2=2).add_(ridge if self.kind == 2 else torch.where(size < 0, -ridge, ridge))
         solution, _ = torch.linalg.solve_ex(system, (scale * right)[:, :, None])
         gamma = scale * solution[:, :, 0]
-        usable = torch.isfinite(gamma.sum(dim=1, keepdim=True))  # a singular system divides by zero
-        return torch.where(usable, gamma, 0.0)
+        broken = ~torch.isfinite(gamma.sum(dim=1, keepdim=True))  # a singular system divides by zero
+        return gamma.masked_fill_(broken, 0.0)

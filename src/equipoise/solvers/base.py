@@ -110,25 +110,25 @@ class Ledger:
     def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
         """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
         gap, scale = row_norms(state.gap), row_norms(state.image)
-        residual = torch.where(gap == 0, gap, gap / scale)
+        residual = gap / scale.clamp(min=torch.finfo(scale.dtype).tiny)
         active = self.result == ACTIVE
-        finite = torch.isfinite(gap + scale)
-        converged = active & tolerance.reached(gap, scale) & finite
-        better = active & (residual < self.residual) & finite | converged
+        usable = active & torch.isfinite(gap + scale)
+        converged = usable & tolerance.reached(gap, scale)
+        better = usable & (residual < self.residual) | converged
 
-        result = torch.where(converged, int(Result.CONVERGED), self.result)
-        result = torch.where(active & ~finite, int(Result.NONFINITE), result)
+        result = self.result.masked_fill(converged, Result.CONVERGED)
+        result.masked_fill_(active ^ usable, Result.NONFINITE)
         if tolerance.patience is not None and tolerance.patience < tolerance.max_steps:
             progress = residual < PROGRESS * self.mark
             self.mark = torch.where(progress, residual, self.mark)
-            self.since = torch.where(progress, step, self.since)
+            self.since = self.since.masked_fill(progress, step)
             if step > tolerance.patience:
                 stalled = (result == ACTIVE) & (step - self.since >= tolerance.patience)
-                result = torch.where(stalled, int(Result.STALLED), result)
+                result.masked_fill_(stalled, Result.STALLED)
         if step >= tolerance.max_steps:
-            result = torch.where(result == ACTIVE, int(Result.MAX_STEPS), result)
+            result.masked_fill_(result == ACTIVE, Result.MAX_STEPS)
         self.result = result
-        self.steps = torch.where(active, step, self.steps)
+        self.steps = self.steps.masked_fill(active, step)
         self.residual = torch.where(better, residual, self.residual)
 
         improved, remaining = torch.stack([better, result == ACTIVE]).sum(dim=1).tolist()
@@ -183,17 +183,17 @@ def solve(
         history: list[Tensor] = []
         wasted = 0
 
-        state = solver.init(narrow, z, image)
+        held = [solver.init(narrow, z, image)]  # popped for every step, so that it can let go of tensors before f runs
         step = 1
         while True:
             if step == 1 or step % check_every == 0 or step >= tolerance.max_steps:
-                residual, active = ledger.record(step, state, tolerance)
+                residual, active = ledger.record(step, held[0], tolerance)
                 if trace:
                     last = history[-1] if history else torch.full_like(book.residual, torch.inf)
                     seen = torch.where(ledger.steps == step, residual, last[rows])
                     history.append(last.index_copy(0, rows, seen))
                 if callback is not None:
-                    callback(Progress(step, rows, residual, ledger.result == ACTIVE, state, narrow))
+                    callback(Progress(step, rows, residual, ledger.result == ACTIVE, held[0], narrow))
                 if active == 0:
                     break
                 wasted += (len(rows) - active) * check_every
@@ -202,8 +202,8 @@ def solve(
                         book.put(rows, ledger)
                     kept = (ledger.result == ACTIVE).nonzero().squeeze(1)
                     ledger, rows, wasted = ledger.take(kept), rows.index_select(0, kept), 0
-                    narrow, state = narrow.take(kept), solver.take(state, kept)
-            state = solver.step(narrow, state)
+                    narrow, held = narrow.take(kept), [solver.take(held.pop(), kept)]
+            held.append(solver.step(narrow, held.pop()))
             step += 1
 
         if ledger is not book:
@@ -219,7 +219,7 @@ def solve(
         best = book.best
         if best is z or not bool(stats.converged.all()):
             best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
-        return Solved(best, stats, whole, solver, tolerance, state if keep_state else None)
+        return Solved(best, stats, whole, solver, tolerance, held[0] if keep_state else None)
 
 
 def worth_gathering(rows: int, active: int, wasted: int) -> bool:

@@ -1,7 +1,7 @@
 """Limited-memory Broyden's "good" method on g(z) = f(z) - z.
 
-C. G. Broyden, "A class of methods for solving nonlinear simultaneous equations" (1965); the oldest updates are dropped
-as in S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), appendix B.
+C. G. Broyden, "A class of methods for solving nonlinear simultaneous equations" (1965); its memory is limited
+as in S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), appendix B, or by restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Broyden(Solver):
     """Quasi-Newton steps z <- z - H g(z) with rank-one updates of H, which starts as -I: the plain step.
 
     Args:
-        memory: updates kept; the oldest is dropped.
+        memory: updates kept.
+        when_full: "restart" forgets all updates and goes on from -I; "drop" overwrites the oldest, as the MDEQ paper
+            does. An update is relative to those before it, so dropping one can leave an estimate that fits no secant:
+            measured, restarting converges where dropping diverges.
         line_search: times a step may be halved while it makes the residual grow; 0 takes every step.
 
     Example:
@@ -41,10 +44,12 @@ class Broyden(Solver):
     """
 
     memory: int = 10
+    when_full: str = "restart"
     line_search: int = 0
 
     def __post_init__(self) -> None:
         require(self, "memory", at_least=1, whole=True)
+        require(self, "when_full", among=("restart", "drop"))
         require(self, "line_search", at_least=0, whole=True)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> BroydenState:
@@ -55,12 +60,14 @@ class Broyden(Solver):
 
     def step(self, problem: Problem, state: BroydenState) -> BroydenState:
         z, image, gap = backtrack(problem, state, state.direction, self.line_search)
-        slot, filled = state.seen % self.memory, min(state.seen, self.memory)
+        slot, filled = state.seen % self.memory, self.filled(state)
         left, right, weights = state.left[:, :filled], state.right[:, :filled], state.weights
         moved = z - state.z
 
-        product = -state.direction  # H g_old, then without the update that is about to be overwritten
-        if filled == self.memory:
+        product = -state.direction  # H g_old, then without the updates that are about to be overwritten
+        if self.when_full == "restart" and slot == 0:
+            product = -state.gap
+        elif filled == self.memory:
             product = torch.addcmul(product, left[:, slot], weights[:, slot, None], value=-1)
             left[:, slot].zero_()
             right[:, slot].zero_()
@@ -75,18 +82,24 @@ class Broyden(Solver):
 
         change = gap - state.gap
         scale = (turned * change).sum(dim=1, keepdim=True)  # s^T H y
-        update = (moved - (new_product - product)) / scale
-        # A step that taught nothing (s^T H y = 0, or not finite) leaves the estimate as it is.
-        usable = torch.isfinite(update).all(dim=1, keepdim=True) & torch.isfinite(turned).all(dim=1, keepdim=True)
-        state.left[:, slot] = update = torch.where(usable, update, 0.0)
-        state.right[:, slot] = turned = torch.where(usable, turned, 0.0)
+        inverse = torch.where(scale == 0, 0.0, 1 / scale)  # a step that taught nothing leaves H as it is
+        update = (moved - (new_product - product)) * inverse
+        state.left[:, slot] = update
+        state.right[:, slot] = turned
         weight = (turned * gap).sum(dim=1, keepdim=True)
         weights[:, slot] = weight[:, 0]
         direction = -torch.addcmul(new_product, update, weight)
         return BroydenState(z, image, gap, state.left, state.right, weights, direction, state.seen + 1)
 
+    def filled(self, state: BroydenState, *, after: bool = False) -> int:
+        """Updates that make up H: those the next step starts from, or those there are ``after`` the last one."""
+        if self.when_full == "drop":
+            return min(state.seen, self.memory)
+        used = state.seen % self.memory
+        return self.memory if after and state.seen and not used else used
+
     def adjoint_estimate(self, state: BroydenState, cotangent: Tensor) -> Tensor:
         """-H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
-        filled = min(state.seen, self.memory)
+        filled = self.filled(state, after=True)
         left, right = state.left[:, :filled], state.right[:, :filled]
         return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ left.mT, right, alpha=-1)[:, 0]

@@ -31,4 +31,5 @@ class Picard(Solver):
 
     def step(self, problem: Problem, state: State) -> State:
         z = torch.lerp(state.image, state.z, self.damping) if self.damping else state.image
+        del state
         return State(*evaluated(problem, z))
