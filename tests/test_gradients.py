@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import grad, gradcheck, gradgradcheck
 
@@ -924,3 +925,31 @@ def test_the_value_may_outlive_its_solution():
     assert watched() is None
     value.sum().backward()
     assert w.grad.abs().sum() > 0
+
+
+# Other ways of running a layer
+
+
+@pytest.mark.parametrize("solver", [eq.Anderson(), eq.Broyden(), eq.NewtonKrylov()], ids=str)
+def test_autocast(solver):
+    """The backward pass runs after the context has been left, in the mode of the forward pass."""
+    cell, x = Cell(8), torch.randn(4, 8)
+    layer = eq.Equilibrium(cell, solver=solver, tolerance=eq.Tolerance(relative=1e-2))
+    parameters = list(cell.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    found = grad(y.square().sum(), parameters)
+    exact = eq.Equilibrium(cell, tolerance=eq.Tolerance(relative=1e-6))(x)
+    assert y.dtype == torch.float32
+    assert (y - exact).norm() / exact.norm() < 0.03
+    for a, b in zip(found, grad(exact.square().sum(), parameters), strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() / b.norm() < 0.05
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    layer, x = eq.Equilibrium(Cell().double(), tolerance=EXACT), leaf(X)
+    (exact,) = grad(layer(x).square().sum(), x)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(x.grad, exact)

@@ -374,6 +374,52 @@ def test_parameter_of_a_callable_object_is_named():
         eq.fixed_point(Plain(), Z, X)
 
 
+@pytest.mark.parametrize("how", ["detach", "no_grad", "data", "numpy"])
+def test_everything_cut_off_is_named(how):
+    """f(z) requires no gradient at all, though its weight does."""
+    weight = torch.full((3,), 0.1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="captured 'weight' requires a gradient"):
+        eq.fixed_point(lambda z, x: torch.tanh(HOW[how](weight) * z) + x, Z, X)
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad", "data", "numpy"])
+def test_state_cut_off_is_named(how):
+    """Without a path to z the Jacobian looks like zero, and the implicit gradient is that of one step: wrong."""
+    weight = torch.full((3,), 0.1, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"\bz\b.*no gradient can reach it"):
+        eq.fixed_point(lambda z, x: torch.tanh(weight * HOW[how](z)) + x, Z, X)
+
+
+def test_leaf_of_the_state_cut_off_is_named():
+    weight = torch.full((3,), 0.1, requires_grad=True)
+    f = lambda z, x: (torch.tanh(weight * z[1].detach()) + x, 0.5 * z[0])
+    with pytest.raises(RuntimeError, match=r"\bz\[1\].*no gradient can reach it"):
+        eq.fixed_point(f, (Z, Z), X)
+
+
+def test_an_f_that_does_not_look_at_z_passes_silently():
+    weight = torch.full((3,), 0.1, requires_grad=True)
+    sol = eq.fixed_point(lambda z, x: weight * x, Z, X)
+    torch.testing.assert_close(torch.autograd.grad(sol.value.sum(), weight)[0], X.sum(dim=0))
+    pair = eq.fixed_point(lambda z, x: (weight * x, 0.5 * z[0]), (Z, Z), X)
+    torch.testing.assert_close(torch.autograd.grad(pair.value[1].sum(), weight)[0], 0.5 * X.sum(dim=0))
+
+
+def test_a_trial_that_ends_in_nan_does_not_prove_a_tensor_unused():
+    """sqrt(1 - 0.95) is fine, and a change of 0.95 by a tenth is not."""
+    weight, lost = torch.full((3,), 0.1, requires_grad=True), torch.full((3,), 0.95, requires_grad=True)
+    with pytest.raises(RuntimeError, match="captured 'lost'"):
+        eq.fixed_point(lambda z, x: torch.tanh(weight * z) + x + torch.sqrt(1 - lost.detach()), Z, X)
+
+
+def test_a_bad_sample_does_not_hide_a_cut():
+    weight, lost = torch.full((3,), 0.1, requires_grad=True), torch.ones(3, requires_grad=True)
+    x = X.clone()
+    x[1] = torch.nan
+    with pytest.raises(RuntimeError, match="captured 'lost'"):
+        eq.fixed_point(lambda z: torch.tanh(weight * z) + x + lost.detach(), Z, on_failure="ignore")
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_unused_parameters_pass_silently_again_and_again(rule):
     cell = Cell("used")

@@ -17,6 +17,7 @@ ROOMS = [
     "solution",
     "tolerance",
     "scope",
+    "captures",
     "problem",
     "solvers",
     "graph",
@@ -84,7 +85,9 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 def test_import_adds_little_to_importing_torch():
     command = [sys.executable, "-X", "importtime", "-c", "import torch, equipoise"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:") and "us" not in line]
+    rows = [
+        line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:") and "us" not in line
+    ]
     cumulative = {row[2].strip(): int(row[1]) for row in rows}
     # A ratio, not a time: machines differ.
     assert cumulative["equipoise"] < 0.1 * cumulative["torch"], cumulative["equipoise"]

@@ -224,7 +224,9 @@ def test_second_derivatives_through_a_constraint():
     x = torch.randn(2, 2, dtype=torch.float64)
 
     def value(weight, bias):
-        f = lambda z, x: torch.tanh(torch.func.functional_call(cell, {"layer.weight": weight, "layer.bias": bias}, z) + x)
+        f = lambda z, x: torch.tanh(
+            torch.func.functional_call(cell, {"layer.weight": weight, "layer.bias": bias}, z) + x
+        )
         return eq.fixed_point(f, torch.zeros(1, 2).double(), x, tolerance=eq.Tolerance(1e-13, max_steps=200)).value
 
     weight = (3 * torch.randn(2, 2, dtype=torch.float64)).requires_grad_()

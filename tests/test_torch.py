@@ -90,7 +90,11 @@ def test_autocast_solves_with_sums_in_float32_and_keeps_gradients(x):
     loose = eq.Tolerance(1e-2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sol = eq.fixed_point(
-            f, torch.zeros(1, 8), x, tolerance=loose, callback=lambda p: seen.append((p.state.z.dtype, p.residual.dtype))
+            f,
+            torch.zeros(1, 8),
+            x,
+            tolerance=loose,
+            callback=lambda p: seen.append((p.state.z.dtype, p.residual.dtype)),
         )
         assert f(sol.value, x).dtype == torch.bfloat16  # f does run in low precision here
     assert set(seen) == {(torch.float32, torch.float32)}

@@ -19,7 +19,7 @@ from equipoise.problem import FunctionProblem, leaves, rebuild
 from equipoise.solution import Result, Solution
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius
-from equipoise.tolerance import Tolerance, row_norms
+from equipoise.tolerance import Tolerance, relative_residual, row_norms
 
 LONG = Tolerance(max_steps=200)
 LOOKED_AT = 8  # failed samples examined closely; the Jacobian is probed for each
@@ -71,14 +71,14 @@ def diagnose(solution: Solution) -> Diagnosis:
     with torch.no_grad():
         part = problem.take(looked) if problem.gatherable else problem
         images = [part(rows) for _ in range(2)]
-    gaps = [row_norms(image - rows) / row_norms(image) for image in images]
+    gaps = [relative_residual(row_norms(image - rows), row_norms(image)) for image in images]
     if not all(bool(torch.isfinite(gap).all()) for gap in gaps):
         findings.append(
             "f returns NaN or infinity from finite inputs and a finite z: look inside f (division, log, exp, "
             f"overflow of {problem.layout.dtype}); torch.autograd.set_detect_anomaly helps."
         )
         return Diagnosis(findings, looked)
-    change = float((row_norms(images[0] - images[1]) / row_norms(images[0])).max())
+    change = float(relative_residual(row_norms(images[0] - images[1]), row_norms(images[0])).max())
     if change > 100 * problem.rounding:
         findings.append(
             f"f is no function of z: two evaluations at the same z differ by {change:.1e}. Look for dropout (use "
@@ -300,6 +300,7 @@ def check_gradients(
 
 
 def to_double(tree: Any) -> Any:
+    """Floating-point tensors of a value, or of what a function returns, in float64."""
     if callable(tree) and not isinstance(tree, Tensor):
         return lambda *inputs: to_double(tree(*inputs))
     return rebuild(tree, [t.double() if t.is_floating_point() else t for _, t in leaves(tree, "value")])

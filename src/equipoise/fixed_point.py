@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.gradient_paths import named_sources, require_gradient_paths
 from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
 from equipoise.problem import FunctionProblem, leaves
 from equipoise.solution import Solution
@@ -63,7 +64,7 @@ def fixed_point(
     if torch.compiler.is_compiling():
         # One clean break in the traced graph; looked up here because dynamo is slow to import.
         reason = "an equilibrium is solved by a loop that looks at its residuals"
-        return torch.compiler.disable(run, reason=reason)(f, z0, inputs, *options)
+        return torch.compiler.disable(run, reason=reason)(f, z0, inputs, *options)  # type: ignore[call-arg]
     return run(f, z0, inputs, *options)
 
 
@@ -89,13 +90,18 @@ def run(
             "any module."
         )
     problem, z, image = FunctionProblem.start(f, z0, inputs)
-    forward = Forward(problem, z, image, solver, tolerance, compact, trace, callback, check_every)
+    problem.gatherable = problem.gatherable and compact
+    forward = Forward(problem, z, image, solver, tolerance, trace, callback, check_every)
     report = Report(on_failure)
     if problem.needs_gradient:
         rows, solved = gradient.run(forward, report)
     else:
         solved = forward.solve()
-        rows = solved.z
+        rows = solved.z.clone()  # f may have returned one of its inputs
+        if torch.is_grad_enabled() and any(named_sources(problem)):
+            with torch.no_grad():
+                image = problem(rows)
+            require_gradient_paths(problem, rows, image)  # nothing has a path: is nothing needed, or all cut off?
     report.failure(solved.stats, "forward")
     solution = Solution(problem.layout.unpack(rows), solved.stats, solved=solved)
     report.solution = weakref.ref(solution)
@@ -103,6 +109,7 @@ def run(
 
 
 def check_options(solver: Any, tolerance: Any, gradient: Any, on_failure: Any, check_every: Any) -> None:
+    """Options are objects of the right kind, not names or classes."""
     for name, value, kind, example in (
         ("solver", solver, Solver, "equipoise.Anderson(memory=5)"),
         ("tolerance", tolerance, Tolerance, "equipoise.Tolerance(relative=1e-4)"),
@@ -208,6 +215,7 @@ class Equilibrium(nn.Module):
 
 
 def is_shape(initial: Any) -> bool:
+    """Whether this is the shape of a sample, or a tuple of such."""
     if not isinstance(initial, tuple | list):
         return False
     return all(isinstance(n, int) and n >= 0 for n in initial) or all(is_shape(part) for part in initial)

@@ -1,100 +1,104 @@
 """A tensor that needs a gradient but cannot get one is an error that names it.
 
 After one recorded evaluation of f, every input, parameter and captured tensor that requires a gradient must be
-reachable in the recorded graph. One that is not is either unused, which is fine, or cut off (``detach``, ``no_grad``, ``.data``,
-a trip through numpy), which would make its gradient silently wrong; a small change of its value tells which.
+reachable in the recorded graph. One that is not is either unused, which is fine, or cut off (``detach``, ``no_grad``,
+``.data``, a trip through numpy), which would make its gradient silently wrong; a change of its value tells which.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
-import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from equipoise.graph import nodes
-from equipoise.problem import FunctionProblem, leaves
-
-# Found once, not tried again. By identity: a WeakSet would compare tensors element by element.
-_unused: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+from equipoise.captures import tensors_needing_gradients
+from equipoise.graph import edges, leaf_of, origin
+from equipoise.problem import FunctionProblem, leaves, rebuild
 
 
 def require_gradient_paths(problem: FunctionProblem, rows: Tensor, image: Tensor) -> None:
-    """Raise if f at ``rows``, recorded as ``image``, depends on a tensor that no gradient would reach."""
-    missing = unreachable(image, dict(named_sources(problem)))
-    for name, tensor in missing.items():
-        if _unused.get(id(tensor)) is tensor:
-            continue
-        if depends_on(problem, rows, image, tensor):
-            raise RuntimeError(
-                f"{name} requires a gradient and f depends on it, but no gradient can reach it: look for detach(), "
-                "no_grad(), .data, .item() or numpy on its way through f. "
-                "If it is meant to be constant, pass it detached or set requires_grad=False."
-            )
-        _unused[id(tensor)] = tensor
+    """Raise if f at ``rows``, recorded as ``image``, depends on a tensor that no gradient would reach.
+
+    If ``rows`` is a leaf that requires a gradient, the state itself is looked at too: a z that is cut off inside f
+    would make its Jacobian look like zero.
+    """
+    missing = unreachable(image, list(named_sources(problem)))
+    lost = unreachable_state(problem, rows, image) if rows.is_leaf and rows.requires_grad else []
+    everything = [tensor for _, tensor in missing], [columns for _, columns in lost]
+    if not (missing or lost) or not changes(problem, rows, image, *everything):
+        return
+    for name, tensor in missing:
+        if changes(problem, rows, image, [tensor], []):
+            raise RuntimeError(CUT_OFF.format(name=name))
+    for name, columns in lost:
+        if changes(problem, rows, image, [], [columns]):
+            raise RuntimeError(CUT_OFF.format(name=name))
+
+
+CUT_OFF = (
+    "{name} requires a gradient and f depends on it, but no gradient can reach it: look for detach(), no_grad(), "
+    ".data, .item() or numpy on its way through f. If it is meant to be constant, pass it detached or set "
+    "requires_grad=False."
+)
 
 
 def named_sources(problem: FunctionProblem) -> Iterator[tuple[str, Tensor]]:
     """The tensors that require a gradient and are visibly in f's reach."""
     for i, tree in enumerate(problem.inputs):
         yield from ((name, t) for name, t in leaves(tree, f"inputs[{i}]") if t.requires_grad)
-    yield from captured(problem.f)
+    yield from tensors_needing_gradients(problem.f)
 
 
-def captured(f: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a module; tensors and modules in the closure of a function or among the globals it names."""
-    if isinstance(f, nn.Module):
-        yield from ((f"parameter {name!r}", p) for name, p in f.named_parameters() if p.requires_grad)
-    elif isinstance(f, functools.partial):
-        yield from captured(f.func)
-        for value in (*f.args, *f.keywords.values()):
-            yield from held(value, "an argument of functools.partial")
-    elif isinstance(f, types.FunctionType):
-        variables = inspect.getclosurevars(f)
-        for name, value in {**variables.globals, **variables.nonlocals}.items():
-            yield from held(value, f"captured {name!r}")
+def unreachable(image: Tensor, sources: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those of ``sources`` that the graph of ``image`` does not contain."""
+    wanted = {id(tensor) if tensor.is_leaf else origin(tensor) for _, tensor in sources}
+    for edge in edges(image):
+        wanted.discard(edge)
+        wanted.discard(id(leaf_of(edge[0])))
+        if not wanted:
+            return []
+    return [(name, t) for name, t in sources if (id(t) if t.is_leaf else origin(t)) in wanted]
 
 
-def held(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, nn.Module):
-        # Only some of a captured model's parameters need be f's; a missing path is told from non-use by trial.
-        yield from ((f"{name}: parameter {key!r}", p) for key, p in value.named_parameters() if p.requires_grad)
-    elif isinstance(value, Tensor):
-        if value.requires_grad:
-            yield name, value
-    elif isinstance(value, tuple | list):
-        for i, part in enumerate(value):
-            yield from held(part, f"{name}[{i}]")
-
-
-def unreachable(image: Tensor, sources: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of ``sources`` that the graph of ``image`` does not contain. The search ends once all are found."""
-    wanted = {id(t) if t.grad_fn is None else t.grad_fn: name for name, t in sources.items()}
-    missing = dict(sources)
-    for node in nodes(image):
-        if not missing:
-            break
-        found = wanted.get(node) or wanted.get(id(getattr(node, "variable", None)))
-        if found is not None:
-            missing.pop(found, None)
+def unreachable_state(problem: FunctionProblem, rows: Tensor, image: Tensor) -> list[tuple[str, slice]]:
+    """The tensors of the state, with their columns in ``rows``, that the graph of ``image`` does not contain."""
+    reached = set()
+    for node, index in edges(image):
+        if any(leaf_of(parent) is rows for parent, _ in node.next_functions):
+            reached.add(index)  # of the split into tensors, if there is more than one
+    missing, begin = [], 0
+    for i, leaf in enumerate(problem.layout.leaves):
+        if i not in reached:
+            missing.append((leaf.name, slice(begin, begin + leaf.numel)))
+        begin += leaf.numel
     return missing
 
 
-def depends_on(problem: FunctionProblem, rows: Tensor, image: Tensor, tensor: Tensor) -> bool:
-    """Whether f at ``rows`` changes with ``tensor``, by trying; its value is restored to the bit."""
-    fresh = problem.take(torch.arange(rows.shape[0], device=rows.device))
-    original = tensor.detach().clone()
+def changes(
+    problem: FunctionProblem, rows: Tensor, image: Tensor, tensors: Collection[Tensor], columns: Collection[slice]
+) -> bool:
+    """Whether f at ``rows`` changes with ``tensors`` or ``columns``, by trying; all is put back as it was."""
+    others = {id(t): (t, t.data, other_than(t.detach())) for t in tensors}
+    given = [t for _, t in leaves(problem.inputs, "inputs")]
+    trial, at = problem.with_fresh_weights(), rows.detach().clone()
+    trial.inputs = rebuild(problem.inputs, [others[id(t)][2] if id(t) in others else t for t in given])
+    for part in columns:
+        at[:, part] = other_than(at[:, part])
     with torch.no_grad():
         try:
-            tensor.data.add_(0.1 * (1 + original.abs())).mul_(1.01)
-            fresh.inputs, fresh.scope = problem.inputs, fresh.scope.without_shared()
-            changed = fresh(rows.detach())
+            for tensor, _, changed in others.values():
+                if not any(tensor is t for t in given):
+                    tensor.data = changed  # another memory, so that nothing that shares the old one is touched
+            after = trial(at)
         finally:
-            tensor.data.copy_(original)
-    scale = image.detach().abs().max() if image.numel() else 0.0
-    return bool((changed - image).abs().max() > 1e-6 * scale) if image.numel() else False
+            for tensor, before, _ in others.values():
+                tensor.data = before
+        finite = torch.isfinite(image)
+        scale = torch.where(finite, image, 0.0).abs().max() if image.numel() else 0.0
+        return bool((finite & ~((after - image).abs() <= 1e-6 * scale)).any())
+
+
+def other_than(tensor: Tensor) -> Tensor:
+    """A tensor that differs everywhere, by about a tenth."""
+    return 1.01 * tensor + 0.1 * (1 + tensor.abs())

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from equipoise.gradient_paths import require_gradient_paths
 from equipoise.implicit import Adjoint, Report, recorded, with_gradient_of
-from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning
+from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning, leaves
 from equipoise.solvers.base import Solved, Solver, solve
 from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.picard import Picard
-from equipoise.tolerance import Tolerance, row_norms
+from equipoise.tolerance import Tolerance, relative_residual, row_norms
 from equipoise.validation import options, require
 
 
@@ -36,23 +36,21 @@ class Forward:
     image: Tensor
     solver: Solver
     tolerance: Tolerance
-    compact: bool
     trace: bool
     callback: Callable[..., object] | None
     check_every: int
 
-    def solve(self, keep_state: bool = False) -> Solved:
+    def solve(self, keep_states: bool = False) -> Solved:
         return solve(
             self.problem,
             self.z.detach(),
             self.image.detach(),
             self.solver,
             self.tolerance,
-            compact=self.compact,
             trace=self.trace,
             callback=self.callback,
             check_every=self.check_every,
-            keep_state=keep_state,
+            keep_states=keep_states,
         )
 
 
@@ -73,7 +71,7 @@ class ImplicitGradient(GradientRule):
 
     Args:
         solver: for the adjoint system; None takes the forward solver (NewtonKrylov: its inner one).
-        tolerance: for the adjoint system; None takes the forward one.
+        tolerance: for the adjoint system; None takes the forward one, without its absolute part.
         start: a guess of u, structured like the value, e.g. the ``adjoint`` of an earlier Solution.
         shine: start from the inverse Jacobian estimate of a forward :class:`Broyden` solve. With
             ``tolerance=Tolerance(max_steps=1)`` the estimate is used as it is, its residual reported.
@@ -101,13 +99,23 @@ class ImplicitGradient(GradientRule):
                 "ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is "
                 f"{forward.solver!r}: use solver=Broyden(...), or shine=False."
             )
-        solved = forward.solve(keep_state=self.shine)
-        solver, tolerance = self.solver or forward.solver.for_adjoint(), self.tolerance or forward.tolerance
+        batch = len(forward.z)
+        if self.start is not None and not forward.problem.layout.fits(self.start, batch):
+            raise ValueError(
+                "ImplicitGradient.start must be structured and shaped like z0, batch included; "
+                f"given: {', '.join(str(tuple(t.shape)) for _, t in leaves(self.start, 'start'))}."
+            )
+        solved = forward.solve(keep_states=self.shine)
+        solver, tolerance = self.solver or forward.solver.for_adjoint(), self.tolerance
+        if tolerance is None:
+            # An absolute tolerance speaks of z; the size of a loss's gradient has nothing to do with it.
+            relative = forward.tolerance.relative or Tolerance.relative
+            tolerance = dataclasses.replace(forward.tolerance, relative=relative, absolute=0.0)
 
         def attach(problem: FunctionProblem, equilibrium: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
-            adjoint = Adjoint(solver, tolerance, forward.compact, report, self.guess(forward, solved, rows))
-            value, image = adjoint.attach(problem, equilibrium)
-            check_record(problem, equilibrium, image, residual)
+            adjoint = Adjoint(solver, tolerance, report, rows, batch, self.guess(forward, solved, rows))
+            value, z, image = adjoint.attach(problem, equilibrium)
+            check_record(problem, z, image, residual)
             return value
 
         return on_finite_samples(solved, attach), solved
@@ -118,7 +126,7 @@ class ImplicitGradient(GradientRule):
             start = forward.problem.layout.pack(self.start).detach().index_select(0, rows)
             return lambda cotangent: start
         if self.shine and isinstance(forward.solver, Broyden):
-            return partial(forward.solver.adjoint_estimate, forward.solver.take(solved.state, rows))
+            return partial(shine_estimate, forward.solver, solved.states, rows)
         return None
 
 
@@ -187,7 +195,7 @@ class UnrolledGradient(GradientRule):
             if k == 0:
                 require_gradient_paths(problem, z, image)
             if forward.trace:
-                residuals.append((row_norms(image - z) / row_norms(image)).detach())
+                residuals.append(relative_residual(row_norms(image - z), row_norms(image)).detach())
             z = image
         with torch.no_grad():
             image = problem(z.detach())
@@ -199,11 +207,24 @@ class UnrolledGradient(GradientRule):
         return z, solved
 
 
+def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tensor, cotangent: Tensor) -> Tensor:
+    """(I - J^T)^-1 v as Broyden's updates have it, each sample by those it made until it stopped."""
+    place = {int(row): i for i, row in enumerate(rows)}
+    estimate = cotangent.clone()
+    for samples, state in states:
+        kept = [i for i, sample in enumerate(samples.tolist()) if sample in place]
+        if kept:
+            at = torch.tensor([place[int(samples[i])] for i in kept], device=rows.device)
+            part = solver.take(state, torch.tensor(kept, device=rows.device))
+            estimate[at] = solver.adjoint_estimate(part, cotangent[at])
+    return estimate
+
+
 def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
     """The recorded image must reach every tensor that needs a gradient, and be the one the solver saw."""
     require_gradient_paths(problem, z, image)
     with torch.no_grad():
-        again = row_norms(image - z) / row_norms(image)
+        again = relative_residual(row_norms(image - z), row_norms(image))
         allowed = 0.01 * residual + 100 * problem.rounding
         differs = torch.isfinite(residual) & ~((again - residual).abs() <= allowed)
         if bool(differs.any()):

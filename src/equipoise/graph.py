@@ -8,20 +8,31 @@ from typing import Any
 from torch import Tensor
 
 
-def nodes(image: Tensor, stop: Sequence[Tensor] = ()) -> Iterator[Any]:
-    """Every node of the graph of ``image``, not going beyond the tensors in ``stop``."""
-    seen = {None, *(tensor.grad_fn for tensor in stop)}
-    queue = [image.grad_fn]
-    for node in queue:
-        if node in seen:
+def edges(image: Tensor, stop: Sequence[Tensor] = ()) -> Iterator[tuple[Any, int]]:
+    """Every (node, which of its outputs) that ``image`` depends on, not going beyond the tensors in ``stop``."""
+    ends = {origin(tensor) for tensor in stop}
+    queue = [origin(image)]
+    seen: set[Any] = set()
+    for edge in queue:
+        if edge[0] is None or edge in seen or edge in ends:
             continue
-        seen.add(node)
-        yield node
-        queue.extend(parent for parent, _ in node.next_functions)
+        seen.add(edge)
+        yield edge
+        queue.extend(edge[0].next_functions)
+
+
+def origin(tensor: Tensor) -> tuple[Any, int]:
+    """Where a tensor comes from: the edge of the graph that stands for it."""
+    return tensor.grad_fn, tensor.output_nr
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The tensor whose gradient a node accumulates, if it is such a node."""
+    return getattr(node, "variable", None)
 
 
 def captured_leaves(image: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
     """The leaf tensors that ``image`` depends on other than through the ``known`` ones."""
     identities = {id(tensor) for tensor in known}
-    variables = (getattr(node, "variable", None) for node in nodes(image, known))
-    return [v for v in variables if v is not None and id(v) not in identities]
+    found = (leaf_of(node) for node, _ in edges(image, known))
+    return [leaf for leaf in found if leaf is not None and id(leaf) not in identities]

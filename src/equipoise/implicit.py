@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.graph import captured_leaves, nodes
+from equipoise.graph import captured_leaves, edges
 from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
 from equipoise.solvers.base import Solved, Solver, solve
@@ -42,11 +42,13 @@ class Report:
             raise ConvergenceError(message, stats)
         warnings.warn(message, ConvergenceWarning, stacklevel=4)
 
-    def backward(self, solved: Solved) -> None:
+    def backward(self, solved: Solved, rows: Tensor, batch: int) -> None:
+        """Report the adjoint system of the samples ``rows`` of a batch."""
         solution = self.solution() if self.solution is not None else None
         if solution is not None:
-            solution.backward = solved.stats
-            solution.adjoint = solved.problem.layout.unpack(solved.z)
+            solution.backward = solved.stats.spread(rows, batch)
+            adjoint = solved.z.new_zeros(batch, solved.z.shape[1]).index_copy(0, rows, solved.z)
+            solution.adjoint = solved.problem.layout.unpack(adjoint)
         self.failure(solved.stats, "backward")
 
 
@@ -69,12 +71,13 @@ class Adjoint:
 
     solver: Solver
     tolerance: Tolerance
-    compact: bool
     report: Report
+    rows: Tensor  # which samples of the batch these are
+    batch: int
     start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
 
-    def attach(self, problem: Problem, solution: Tensor) -> tuple[Tensor, Tensor]:
-        """``solution`` with the gradient of a fixed point of ``problem``, and the recorded image that gives it."""
+    def attach(self, problem: Problem, solution: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``solution`` with the gradient of a fixed point of ``problem``, and the record z -> image that gives it."""
         z = solution.detach().requires_grad_()
         sources = problem.sources
         views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
@@ -83,14 +86,14 @@ class Adjoint:
         captured = captured_leaves(image, [z, *views])
         first = partial(self.pull, narrow, z, image)
         higher = partial(self.differentiable_pull, problem, len(sources))
-        return _Attach.apply(first, higher, image, solution, *sources, *captured), image
+        return _Attach.apply(first, higher, image, solution, *sources, *captured), z, image
 
     def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
         """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
         system = AdjointProblem(problem, z, image, cotangent.detach())
         guess = system.cotangent if self.start is None else self.start(system.cotangent)
-        solved = solve(system, guess, system(guess), self.solver, self.tolerance, compact=self.compact)
-        self.report.backward(solved)
+        solved = solve(system, guess, system(guess), self.solver, self.tolerance)
+        self.report.backward(solved, self.rows, self.batch)
         return solved.z
 
     def differentiable_pull(
@@ -101,12 +104,13 @@ class Adjoint:
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
-        if any("CompiledFunction" in node.name() for node in nodes(image, [at, *sources])):
+        if any("CompiledFunction" in node.name() for node, _ in edges(image, [at, *sources])):
             raise RuntimeError(
                 "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
             )
         system = AdjointProblem(there, at, image, cotangent)
-        u, _ = replace(self, start=None).attach(system, u)
+        again = replace(self, start=None, report=Report(self.report.on_failure))
+        u, _, _ = again.attach(system, u)
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
 
@@ -125,7 +129,7 @@ class AdjointProblem(Problem):
 
     def product(self, rows: Tensor) -> Tensor:
         self.count.add(rows.shape[0])
-        return gradients(self.image, [self.z], rows, create_graph=torch.is_grad_enabled())[0]
+        return gradients([self.image], [self.z], [rows], create_graph=torch.is_grad_enabled())[0]
 
     def take(self, rows: Tensor) -> AdjointProblem:
         narrow = self.problem.take(rows)
@@ -151,15 +155,23 @@ def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor,
     create_graph = torch.is_grad_enabled()
     fresh = [isolated(tensor) for tensor in sources]
     image = recorded(problem.with_sources(fresh), z.detach() if not create_graph else isolated(z))
-    return gradients(image, [*fresh, *captured], u, create_graph=create_graph)
+    return gradients([image], [*fresh, *captured], [u], create_graph=create_graph)
 
 
-def gradients(image: Tensor, inputs: Sequence[Tensor], cotangent: Any, *, create_graph: bool) -> list[Tensor]:
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], *, create_graph: bool
+) -> list[Tensor]:
     """torch.autograd.grad with zeros where there is no path, keeping the graph."""
-    if not image.requires_grad:
+    paths = [(out, cotangent) for out, cotangent in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    if not paths or not inputs:
         return [torch.zeros_like(tensor) for tensor in inputs]
     found = torch.autograd.grad(
-        image, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
+        [out for out, _ in paths],
+        inputs,
+        [cotangent for _, cotangent in paths],
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
     )
     return [torch.zeros_like(tensor) if g is None else g for g, tensor in zip(found, inputs, strict=True)]
 
@@ -215,9 +227,7 @@ class _Isolated(torch.autograd.Function):
             with torch.enable_grad():
                 fresh = [isolated(tensor) for tensor in given[:count]]
                 outputs = fn(*fresh)
-                total = sum((out * c).sum() for out, c in zip(outputs, given[count:], strict=True))
-            assert isinstance(total, Tensor)
-            return gradients(total, [*fresh, *captured], None, create_graph=create_graph)
+            return gradients(outputs, [*fresh, *captured], given[count:], create_graph=create_graph)
 
         given = (*arguments, *cotangents)
         if torch.is_grad_enabled():

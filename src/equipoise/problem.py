@@ -6,6 +6,7 @@ on rows, counts the calls, checks what comes back, and can be narrowed to some o
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from equipoise.captures import layers
 from equipoise.scope import Scope
 
 CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
@@ -90,7 +92,7 @@ class Leaf:
             shape = tuple(self.shape[i - 1] for i in self.permutation[1:])
         tensor = rows.reshape(rows.shape[0], *shape, *((2,) if self.dtype.is_complex else ()))
         if self.dtype.is_complex:
-            return torch.view_as_complex(tensor.contiguous()).to(self.dtype)
+            tensor = torch.view_as_complex(tensor.clone(memory_format=torch.contiguous_format))
         if self.permutation:
             inverse = sorted(range(len(self.permutation)), key=self.permutation.__getitem__)
             tensor = tensor.permute(inverse)
@@ -113,6 +115,13 @@ class Layout:
     def pack(self, value: Any) -> Tensor:
         parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def fits(self, value: Any, batch: int) -> bool:
+        """Whether a value has this nesting and these shapes."""
+        return not skeleton_differs(value, self.nesting) and all(
+            tensor.shape == (batch, *leaf.shape)
+            for leaf, (_, tensor) in zip(self.leaves, leaves(value, "value"), strict=True)
+        )
 
     def unpack(self, rows: Tensor) -> Any:
         if len(self.leaves) == 1:
@@ -209,7 +218,7 @@ class FunctionProblem(Problem):
         # Rows follow the memory order f produces, so that a channels-last f is never copied back and forth.
         for leaf, (name, tensor) in zip(problem.layout.leaves, found, strict=True):
             leaf.permutation = Leaf.of(name, tensor).permutation
-        return problem, problem.layout.pack(z0).contiguous(), problem.layout.pack(image)
+        return problem, problem.layout.pack(z0), problem.layout.pack(image)
 
     @property
     def rounding(self) -> float:
@@ -226,13 +235,17 @@ class FunctionProblem(Problem):
         """f as the user wrote it, in the autocast mode and the scope of this solve."""
         self.count.add(batch)
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
+        given = [(tensor, version(tensor)) for _, tensor in leaves(value, "z")]
         with self.scope.entered(), mode:
-            if not self.gathered:
-                return self.f(value, *self.inputs)
             try:
-                return self.f(value, *self.inputs)
+                image = self.f(value, *self.inputs)
             except (RuntimeError, IndexError, ValueError) as error:
-                raise RuntimeError(GATHERING) from error
+                if self.gathered:
+                    raise RuntimeError(GATHERING) from error
+                raise
+        if any(version(tensor) != before for tensor, before in given):
+            raise RuntimeError("f writes over z in place (a function such as relu_ or z += ...): return a new tensor.")
+        return image
 
     def check_image(self, image: Any, batch: int) -> None:
         """f must return what it was given: the same nesting, shapes and kind of numbers."""
@@ -262,8 +275,7 @@ class FunctionProblem(Problem):
                 raise ValueError(f"mixed devices: z0 is on {self.device}, {name} on {tensor.device}.")
 
     def take(self, rows: Tensor) -> FunctionProblem:
-        taken = FunctionProblem.__new__(FunctionProblem)
-        taken.__dict__.update(self.__dict__)
+        taken = copy.copy(self)
         taken.inputs = tuple(
             rebuild(tree, [tensor.index_select(0, rows) for _, tensor in leaves(tree, "input")]) for tree in self.inputs
         )
@@ -275,31 +287,20 @@ class FunctionProblem(Problem):
     def sources(self) -> list[Tensor]:
         return [tensor for _, tensor in leaves(self.inputs, "inputs") if tensor.requires_grad]
 
+    def with_fresh_weights(self) -> FunctionProblem:
+        """The same problem with derived weights to be derived anew."""
+        fresh = copy.copy(self)
+        fresh.scope = self.scope.without_shared()
+        return fresh
+
     def with_sources(self, sources: Sequence[Tensor]) -> FunctionProblem:
-        replaced = FunctionProblem.__new__(FunctionProblem)
-        replaced.__dict__.update(self.__dict__)
+        replaced = copy.copy(self)
         given = iter(sources)
         replaced.inputs = rebuild(
             self.inputs,
             [next(given) if tensor.requires_grad else tensor for _, tensor in leaves(self.inputs, "inputs")],
         )
         return replaced
-
-
-class AffineProblem(Problem):
-    """u = A u + offset for every row, by products with A; counted together with the problem it stems from."""
-
-    affine = True
-
-    def __init__(self, product: Callable[[Tensor], Tensor], offset: Tensor, parent: Problem):
-        self._product, self.offset = product, offset
-        self.layout, self.device, self.count = parent.layout, parent.device, parent.count
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.offset + self._product(rows)
-
-    def product(self, rows: Tensor) -> Tensor:
-        return self._product(rows)
 
 
 GATHERING = (
@@ -337,11 +338,12 @@ def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.devic
                 f"{name} has batch size {tensor.shape[0]}, others have {batch}: z0 and inputs share their first "
                 "dimension (z0 may have 1). What has no batch dimension belongs in f."
             )
-    expanded = [tensor.expand(batch, *tensor.shape[1:]) for _, tensor in named]
-    return rebuild(z0, expanded), batch, device
+    own = [tensor.expand(batch, *tensor.shape[1:]).clone() for _, tensor in named]  # never the caller's memory
+    return rebuild(z0, own), batch, device
 
 
 def skeleton_differs(value: Any, nesting: Any) -> bool:
+    """Whether a value is nested otherwise than ``nesting``."""
     if not isinstance(nesting, tuple | list):
         return isinstance(value, tuple | list)
     if not isinstance(value, tuple | list):
@@ -365,9 +367,7 @@ def autocast_state(device_type: str) -> dict[str, Any] | None:
 
 def warn_of_mixing_layers(f: Any) -> None:
     """BatchNorm in training mode ties samples together; dropout draws a new mask at every call."""
-    if not isinstance(f, nn.Module):
-        return
-    for name, module in f.named_modules():
+    for name, module in layers(f):
         if not module.training:
             continue
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -377,7 +377,12 @@ def warn_of_mixing_layers(f: Any) -> None:
         else:
             continue
         warnings.warn(
-            f"f is no function of z: {name or 'f'} is a {type(module).__name__} in training mode: {remedy}.",
+            f"f is no function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
             ImpureFunctionWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
+
+
+def version(tensor: Tensor) -> int:
+    """Counts writes into the memory of a tensor (tensors of inference mode do not)."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+
 class Result(IntEnum):
     """What became of one sample; ``Result.X.message`` says it in a sentence, with a remedy."""
 
@@ -74,6 +75,20 @@ class Statistics:
     @property
     def converged(self) -> Tensor:
         return self.result == Result.CONVERGED
+
+    def spread(self, rows: Tensor, batch: int) -> Statistics:
+        """These statistics of the samples ``rows`` as those of a whole batch; the others had no finite f to solve."""
+        if len(rows) == batch:
+            return self
+        result = torch.full((batch,), int(Result.NONFINITE), dtype=self.result.dtype, device=rows.device)
+        residual = torch.full((batch,), torch.inf, dtype=self.residual.dtype, device=rows.device)
+        return Statistics(
+            result=result.index_copy(0, rows, self.result),
+            steps=torch.zeros_like(result).index_copy(0, rows, self.steps),
+            residual=residual.index_copy(0, rows, self.residual),
+            evaluations=self.evaluations,
+            rows=self.rows,
+        )
 
     def counts(self) -> dict[Result, int]:
         """How many samples met each result; results that did not occur are left out."""

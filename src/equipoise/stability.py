@@ -40,7 +40,7 @@ def jacobian_penalty(
         total = image.new_zeros(())
         for _ in range(probes):
             probe = torch.randn(image.shape, dtype=image.dtype, device=image.device, generator=generator)
-            (product,) = gradients(image, [rows], probe, create_graph=True)
+            (product,) = gradients([image], [rows], [probe], create_graph=True)
             total = total + product.square().sum()
     return total / (probes * max(rows.numel(), 1))
 
@@ -69,7 +69,7 @@ def spectral_radius(
         basis = [normalised(start)[0]]
         hessenberg = rows.new_zeros(batch, steps, steps)
         for k in range(steps):
-            (w,) = gradients(image, [rows], basis[-1], create_graph=False)  # J^T has the eigenvalues of J
+            (w,) = gradients([image], [rows], [basis[-1]], create_graph=False)  # J^T has the eigenvalues of J
             before = torch.linalg.vector_norm(w, dim=1)
             V = torch.stack(basis, dim=1)
             for _ in range(2):  # once more, since rounding spoils a single pass
@@ -96,6 +96,7 @@ def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tup
 
 
 def normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of unit length (zero rows stay), and what their lengths were."""
     size = torch.linalg.vector_norm(rows, dim=1)
     return rows / torch.where(size == 0, 1.0, size)[:, None], size
 
@@ -258,6 +259,7 @@ class SpectralNorm(nn.Module):
 
 
 def supported(layer: Any) -> Any:
+    """Refuse a layer whose weight cannot be replaced."""
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         raise TypeError(f"layer is a {type(layer).__name__}; it must be nn.Linear or nn.Conv1d, 2d or 3d.")
     return layer
@@ -270,6 +272,7 @@ def row_lengths(weight: Tensor) -> Tensor:
 
 
 def apply_layer(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """The layer with another weight."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, layer.bias)
     return layer._conv_forward(x, weight, layer.bias)

@@ -39,6 +39,12 @@ class Tolerance:
         return residual <= self.absolute + self.relative * scale
 
 
+def relative_residual(residual: Tensor, scale: Tensor) -> Tensor:
+    """||f(z) - z|| / ||f(z)||, 0 where both are 0 and finite wherever both are."""
+    limits = torch.finfo(scale.dtype)
+    return (residual / scale.clamp(min=limits.tiny)).clamp(max=limits.max)
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """The 2-norm of every row of a (batch, n) matrix."""
     return torch.linalg.vector_norm(rows, dim=1)

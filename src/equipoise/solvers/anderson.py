@@ -41,8 +41,8 @@ def gap_slot(left: Tensor, seen: int) -> int:
 class Anderson(Solver):
     """Anderson acceleration, per sample.
 
-    With the differences dz_j, dg_j of iterates and gaps g = f(z) - z over the last ``memory`` steps, the next iterate is
-    z + mixing g - sum_j gamma_j (dz_j + mixing dg_j), where gamma minimises ||g - sum_j gamma_j dg_j|| (type II) or
+    With the differences dz_j, dg_j of iterates and gaps g = f(z) - z over the last ``memory`` steps, the next iterate
+    is z + mixing g - sum_j gamma_j (dz_j + mixing dg_j), where gamma minimises ||g - sum_j gamma_j dg_j|| (type II) or
     makes that vector orthogonal to every dz_j (type I).
 
     Args:

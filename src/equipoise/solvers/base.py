@@ -18,7 +18,7 @@ from torch import Tensor
 
 from equipoise.problem import Problem
 from equipoise.solution import Result, Statistics
-from equipoise.tolerance import Tolerance, row_norms
+from equipoise.tolerance import Tolerance, relative_residual, row_norms
 
 ACTIVE = -1  # a sample that is still being solved; other codes are those of Result
 PROGRESS = 0.99  # a residual counts as progress when it falls below this fraction of the last that did
@@ -47,6 +47,8 @@ class State:
 
 class Solver(ABC):
     """Options of a method, and its ``init`` and ``step``."""
+
+    recurrent = False  # the gap is carried along by a recurrence, not measured: the loop has to confirm the end
 
     @abstractmethod
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> Any:
@@ -110,7 +112,7 @@ class Ledger:
     def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
         """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
         gap, scale = row_norms(state.gap), row_norms(state.image)
-        residual = gap / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+        residual = relative_residual(gap, scale)
         active = self.result == ACTIVE
         usable = active & torch.isfinite(gap + scale)
         converged = usable & tolerance.reached(gap, scale)
@@ -138,6 +140,16 @@ class Ledger:
             self.best = torch.where(better[:, None], state.z, self.best)
         return residual, remaining
 
+    def confirm(self, step: int, state: State, tolerance: Tolerance) -> int:
+        """Enter measured gaps in place of claimed ones. Returns how many samples have to go on."""
+        gap, scale = row_norms(state.gap), row_norms(state.image)
+        false = (self.result == Result.CONVERGED) & ~tolerance.reached(gap, scale)
+        self.result = self.result.masked_fill(false, Result.MAX_STEPS if step >= tolerance.max_steps else ACTIVE)
+        self.residual = torch.where(torch.isfinite(gap + scale), relative_residual(gap, scale), self.residual)
+        self.mark = torch.where(false, self.residual, self.mark)
+        self.since = self.since.masked_fill(false, step)
+        return int((self.result == ACTIVE).sum())
+
     def take(self, rows: Tensor) -> Ledger:
         return Ledger(*(getattr(self, f.name).index_select(0, rows) for f in dataclasses.fields(self)))
 
@@ -156,7 +168,7 @@ class Solved:
     problem: Problem
     solver: Solver
     tolerance: Tolerance
-    state: Any = None  # the solver's last state, kept on request
+    states: list[tuple[Tensor, Any]] = field(default_factory=list)  # samples and the state they ended in, on request
 
 
 def solve(
@@ -166,21 +178,24 @@ def solve(
     solver: Solver,
     tolerance: Tolerance,
     *,
-    compact: bool = True,
     trace: bool = False,
     callback: Callable[[Progress], object] | None = None,
     check_every: int = 1,
-    keep_state: bool = False,
+    keep_states: bool = False,
+    confirm: bool = True,
 ) -> Solved:
-    """Solve z = problem(z) for every row from ``z``, whose ``image`` is known. Records no graph."""
+    """Solve z = problem(z) for every row from ``z``, whose ``image`` is known. Records no graph.
+
+    Finished samples are left out if ``problem.gatherable``. ``confirm`` is for recurrent solvers.
+    """
     kind = z.device.type
     own_sums_in_full_precision = torch.autocast(kind, enabled=False) if problem.autocast else torch.no_grad()
     with torch.no_grad(), own_sums_in_full_precision:
         whole, narrow = problem, problem
         ledger = book = Ledger.open(z)  # of the samples still computed, and of all
         rows = torch.arange(z.shape[0], device=z.device)
-        compact = compact and problem.gatherable and not keep_state
         history: list[Tensor] = []
+        states: list[tuple[Tensor, Any]] = []
         wasted = 0
 
         held = [solver.init(narrow, z, image)]  # popped for every step, so that it can let go of tensors before f runs
@@ -194,10 +209,24 @@ def solve(
                     history.append(last.index_copy(0, rows, seen))
                 if callback is not None:
                     callback(Progress(step, rows, residual, ledger.result == ACTIVE, held[0], narrow))
+                if keep_states:
+                    ended = ((ledger.result != ACTIVE) & (ledger.steps == step)).nonzero().squeeze(1)
+                    states.append((rows[ended], solver.take(held[0], ended)))
                 if active == 0:
-                    break
+                    if ledger is not book:
+                        book.put(rows, ledger)
+                    if not (solver.recurrent and confirm):
+                        break
+                    image = whole(book.best)
+                    if book.confirm(step, State(book.best, image, image - book.best), tolerance) == 0:
+                        break
+                    # The recurrence had drifted from the truth: go on from the measured gap.
+                    ledger, rows, narrow, wasted = book, torch.arange(len(image), device=image.device), whole, 0
+                    held = [solver.init(narrow, book.best, image)]
+                    step += 1
+                    continue
                 wasted += (len(rows) - active) * check_every
-                if compact and worth_gathering(len(rows), active, wasted):
+                if problem.gatherable and worth_gathering(len(rows), active, wasted):
                     if ledger is not book:
                         book.put(rows, ledger)
                     kept = (ledger.result == ACTIVE).nonzero().squeeze(1)
@@ -206,8 +235,6 @@ def solve(
             held.append(solver.step(narrow, held.pop()))
             step += 1
 
-        if ledger is not book:
-            book.put(rows, ledger)
         stats = Statistics(
             result=book.result,
             steps=book.steps,
@@ -219,7 +246,7 @@ def solve(
         best = book.best
         if best is z or not bool(stats.converged.all()):
             best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
-        return Solved(best, stats, whole, solver, tolerance, held[0] if keep_state else None)
+        return Solved(best, stats, whole, solver, tolerance, states)
 
 
 def worth_gathering(rows: int, active: int, wasted: int) -> bool:

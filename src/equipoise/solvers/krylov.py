@@ -1,7 +1,8 @@
 """Krylov solvers for affine problems u = A u + b: the adjoint system of the backward pass, Newton's inner system.
 
 Y. Saad and M. Schultz, "GMRES" (1986), in the residual-minimising form of S. Eisenstat, H. Elman and M. Schultz,
-"Variational iterative methods for nonsymmetric systems of linear equations" (1983); H. van der Vorst, "Bi-CGSTAB" (1992).
+"Variational iterative methods for nonsymmetric systems of linear equations" (1983);
+H. van der Vorst, "Bi-CGSTAB" (1992).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from equipoise.validation import options, require
 
 
 def require_affine(solver: Solver, problem: Problem) -> None:
+    """Refuse a problem whose products mean nothing."""
     if not problem.affine:
         name = type(solver).__name__
         raise TypeError(
@@ -42,7 +44,7 @@ class GMRES(Solver):
     """The iterate of least residual in the Krylov space, one product with A per step.
 
     The iterates are those of GMRES in exact arithmetic until ``memory`` is full; then the oldest direction is dropped.
-    The residual is carried along by its recurrence.
+    The residual is carried along by its recurrence and measured in the end.
 
     Args:
         memory: directions kept.
@@ -52,6 +54,8 @@ class GMRES(Solver):
     """
 
     memory: int = 20
+
+    recurrent = True
 
     def __post_init__(self) -> None:
         require(self, "memory", at_least=1, whole=True)
@@ -102,6 +106,8 @@ class BiCGStab(Solver):
         >>> eq.ImplicitGradient(solver=eq.BiCGStab())
     """
 
+    recurrent = True
+
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> BiCGStabState:
         require_affine(self, problem)
         gap = image - z
@@ -131,8 +137,10 @@ class BiCGStab(Solver):
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The product of each row with its counterpart, as a column."""
     return (a * b).sum(dim=1, keepdim=True)
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The ratio, or 0 where it does not exist."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)

@@ -8,12 +8,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from equipoise.problem import AffineProblem, Problem
+from equipoise.problem import Problem
 from equipoise.solvers.base import Solver, State, solve
 from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.line_search import backtrack
 from equipoise.tolerance import Tolerance, row_norms
 from equipoise.validation import options, require
+
+
+class Linearised(Problem):
+    """d -> right + J d, with J the Jacobian of ``problem`` at z."""
+
+    affine = True
+
+    def __init__(self, problem: Problem, z: Tensor, right: Tensor):
+        self.problem, self.z, self.right = problem, z, right
+        self.layout, self.device, self.count = problem.layout, problem.device, problem.count
+        self.gatherable = problem.gatherable
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.right + self.product(rows)
+
+    def product(self, rows: Tensor) -> Tensor:
+        return self.problem.jvp(self.z, rows)
+
+    def take(self, rows: Tensor) -> Linearised:
+        return Linearised(self.problem.take(rows), self.z.index_select(0, rows), self.right.index_select(0, rows))
 
 
 @options
@@ -52,9 +72,9 @@ class NewtonKrylov(Solver):
         size = row_norms(state.gap)[:, None]
         size = torch.where(size == 0, 1.0, size)
         right = state.gap / size
-        linearised = AffineProblem(lambda t: problem.jvp(state.z, t), right, problem)
+        linearised = Linearised(problem, state.z, right)
         tolerance = Tolerance(relative=0.0, absolute=self.forcing, max_steps=self.inner_steps + 1)
-        found = solve(linearised, right, linearised(right), self.inner, tolerance)
+        found = solve(linearised, right, linearised(right), self.inner, tolerance, confirm=False)
         return State(*backtrack(problem, state, found.z * size, self.line_search))
 
     def for_adjoint(self) -> Solver:
