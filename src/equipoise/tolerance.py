@@ -36,13 +36,14 @@ class Tolerance:
 
     def reached(self, residual: Tensor, scale: Tensor) -> Tensor:
         """Which samples, by ``residual`` = ||f(z) - z|| and ``scale`` = ||f(z)||, are done. NaN is never done."""
-        return residual <= self.absolute + self.relative * scale
+        bound = self.relative * scale
+        return residual <= (bound + self.absolute if self.absolute else bound)
 
 
 def relative_residual(residual: Tensor, scale: Tensor) -> Tensor:
     """||f(z) - z|| / ||f(z)||, 0 where both are 0 and finite wherever both are."""
     limits = torch.finfo(scale.dtype)
-    return (residual / scale.clamp(min=limits.tiny)).clamp(max=limits.max)
+    return (residual / scale.clamp(min=limits.tiny)).clamp_(max=limits.max)
 
 
 def row_norms(rows: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Anderson(Solver):
     Args:
         memory: differences kept; a plain step is memory 0, which is :class:`Picard`.
         kind: 2 or 1, the type. Type I is the multisecant form of Broyden's good method.
-        ridge: added to the Gram matrix after its columns are scaled to unit length, so relative to its scale;
+        ridge: added to the Gram matrix as if its columns were scaled to unit length, so relative to its scale;
             None is a hundred rounding units of the state, about the error of the products.
         mixing: the part of the remaining gap that is added to the extrapolated iterate; 1 is all of it.
         restart: forget a sample's history when its residual grows by more than this factor; None never does.
@@ -86,6 +86,10 @@ class Anderson(Solver):
         slot = state.seen % self.memory
         gap = left[:, gap_slot(left, seen)]
         torch.sub(image, z, out=gap)
+        if self.restart is not None:
+            grew = (row_norms(gap) > self.restart * row_norms(state.gap))[:, None, None]
+            gram = gram.masked_fill(grew, 0.0)
+            left[:, : self.memory].masked_fill_(grew, 0.0)  # a difference of length 0 takes no part
         torch.sub(image, state.image, out=moves[:, slot])
         if self.mixing != 1.0:
             moves[:, slot].add_(gap - state.gap, alpha=self.mixing - 1)
@@ -93,9 +97,6 @@ class Anderson(Solver):
             torch.sub(gap, state.gap, out=left[:, slot])
         else:
             torch.sub(z, state.z, out=left[:, slot])
-        if self.restart is not None:
-            grew = row_norms(gap) > self.restart * row_norms(state.gap)
-            gram = torch.where(grew[:, None, None], 0.0, gram)  # a difference of length 0 takes no part
         return AndersonState(z, image, gap, left, moves, gram, seen)
 
     def extrapolate(self, state: AndersonState) -> Tensor:
@@ -104,7 +105,7 @@ class Anderson(Solver):
         new, current = (state.seen - 1) % self.memory, gap_slot(state.left, state.seen)
         left, moves, gram = state.left[:, :filled], state.moves[:, :filled], state.gram
         pair = state.left[:, new : current + 1 : current - new]  # the newest difference and the gap, without a copy
-        products = pair @ left.mT
+        products = torch.bmm(pair, left.mT)
         right = products[:, 1]
         if self.kind == 2:
             gram[:, new, :filled] = gram[:, :filled, new] = products[:, 0]
@@ -118,13 +119,11 @@ class Anderson(Solver):
 
     def weights(self, gram: Tensor, right: Tensor) -> Tensor:
         """gamma, with zeros (the plain step) where the system is singular."""
-        size = gram.diagonal(dim1=1, dim2=2)
-        scale = size.abs().rsqrt().masked_fill_(size == 0, 0.0)
-        system = scale[:, :, None] * gram * scale[:, None, :]
         ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
-        # Away from zero: the diagonal of type I can be negative.
-        system.diagonal(dim1=1, dim2=2).add_(ridge if self.kind == 2 else torch.where(size < 0, -ridge, ridge))
-        solution, _ = torch.linalg.solve_ex(system, (scale * right)[:, :, None])
-        gamma = scale * solution[:, :, 0]
-        broken = ~torch.isfinite(gamma.sum(dim=1, keepdim=True))  # a singular system divides by zero
-        return gamma.masked_fill_(broken, 0.0)
+        system = gram.clone()
+        diagonal = system.diagonal(dim1=1, dim2=2)
+        # A ridge on the matrix scaled to unit diagonal is this factor on the diagonal of the matrix itself.
+        # A difference of length 0 takes no part.
+        diagonal.mul_(1 + ridge).add_(diagonal == 0)
+        solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
+        return solution[:, :, 0].masked_fill_((failed != 0)[:, None], 0.0)

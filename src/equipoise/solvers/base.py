@@ -21,6 +21,7 @@ from equipoise.solution import Result, Statistics
 from equipoise.tolerance import Tolerance, relative_residual, row_norms
 
 ACTIVE = -1  # a sample that is still being solved; other codes are those of Result
+PER_SAMPLE = ("best", "result", "steps", "residual", "mark", "since")  # the tensors of a Ledger
 PROGRESS = 0.99  # a residual counts as progress when it falls below this fraction of the last that did
 
 
@@ -97,10 +98,11 @@ class Ledger:
 
     best: Tensor
     result: Tensor
-    steps: Tensor
+    steps: Tensor  # of finished samples
     residual: Tensor  # relative, of ``best``
     mark: Tensor  # the residual at the last progress, and when that was
     since: Tensor
+    finished: int = 0
 
     @classmethod
     def open(cls, z: Tensor) -> Ledger:
@@ -112,33 +114,60 @@ class Ledger:
     def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
         """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
         gap, scale = row_norms(state.gap), row_norms(state.image)
+        residual = gap / scale
+        reached = tolerance.reached(gap, scale)
+        progress = residual < PROGRESS * self.mark  # False for NaN
+        uneventful = progress > reached
+        if self.finished:
+            active = self.result == ACTIVE
+            progress &= active
+            uneventful |= ~active
+        if step < tolerance.max_steps and bool(uneventful.all()):
+            # The common case: every active sample comes nearer, none is done. Worth a short way: cheap functions feel it.
+            self.improve(progress, residual, state.z, everywhere=not self.finished)
+            self.progress(progress, residual, step, everywhere=not self.finished)
+            return residual, len(residual) - self.finished
         residual = relative_residual(gap, scale)
-        active = self.result == ACTIVE
-        usable = active & torch.isfinite(gap + scale)
-        converged = usable & tolerance.reached(gap, scale)
-        better = usable & (residual < self.residual) | converged
+        self.settle(step, gap + scale, residual, reached, progress, state.z, tolerance)
+        return residual, len(residual) - self.finished
 
+    def settle(
+        self,
+        step: int,
+        size: Tensor,
+        residual: Tensor,
+        reached: Tensor,
+        progress: Tensor,
+        z: Tensor,
+        tolerance: Tolerance,
+    ) -> None:
+        """The long way: find out which samples are finished, and how."""
+        active = self.result == ACTIVE
+        usable = active & torch.isfinite(size)
+        converged = usable & reached
+        self.progress(progress & active, residual, step, everywhere=False)
         result = self.result.masked_fill(converged, Result.CONVERGED)
         result.masked_fill_(active ^ usable, Result.NONFINITE)
-        if tolerance.patience is not None and tolerance.patience < tolerance.max_steps:
-            progress = residual < PROGRESS * self.mark
-            self.mark = torch.where(progress, residual, self.mark)
-            self.since = self.since.masked_fill(progress, step)
-            if step > tolerance.patience:
-                stalled = (result == ACTIVE) & (step - self.since >= tolerance.patience)
-                result.masked_fill_(stalled, Result.STALLED)
+        if tolerance.patience is not None and step > tolerance.patience:
+            result.masked_fill_((result == ACTIVE) & (step - self.since >= tolerance.patience), Result.STALLED)
         if step >= tolerance.max_steps:
             result.masked_fill_(result == ACTIVE, Result.MAX_STEPS)
         self.result = result
         self.steps = self.steps.masked_fill(active, step)
-        self.residual = torch.where(better, residual, self.residual)
+        better = usable & (residual < self.residual) | converged
+        improved, self.finished = torch.stack([better, result != ACTIVE]).sum(dim=1).tolist()
+        if improved:
+            self.improve(better, residual, z, everywhere=improved == len(better))
 
-        improved, remaining = torch.stack([better, result == ACTIVE]).sum(dim=1).tolist()
-        if improved == better.shape[0]:
-            self.best = state.z  # the common case costs no copy
-        elif improved:
-            self.best = torch.where(better[:, None], state.z, self.best)
-        return residual, remaining
+    def improve(self, where: Tensor, residual: Tensor, z: Tensor, *, everywhere: bool) -> None:
+        """Take ``z`` as the best iterate of some samples; of all of them, without a copy."""
+        self.best = z if everywhere else torch.where(where[:, None], z, self.best)
+        self.residual = residual if everywhere else torch.where(where, residual, self.residual)
+
+    def progress(self, where: Tensor, residual: Tensor, step: int, *, everywhere: bool) -> None:
+        """Note that some samples have come on."""
+        self.mark = residual if everywhere else torch.where(where, residual, self.mark)
+        self.since = torch.full_like(self.since, step) if everywhere else self.since.masked_fill(where, step)
 
     def confirm(self, step: int, state: State, tolerance: Tolerance) -> int:
         """Enter measured gaps in place of claimed ones. Returns how many samples have to go on."""
@@ -148,15 +177,18 @@ class Ledger:
         self.residual = torch.where(torch.isfinite(gap + scale), relative_residual(gap, scale), self.residual)
         self.mark = torch.where(false, self.residual, self.mark)
         self.since = self.since.masked_fill(false, step)
-        return int((self.result == ACTIVE).sum())
+        remaining = int((self.result == ACTIVE).sum())
+        self.finished = len(gap) - remaining
+        return remaining
 
     def take(self, rows: Tensor) -> Ledger:
-        return Ledger(*(getattr(self, f.name).index_select(0, rows) for f in dataclasses.fields(self)))
+        """The entries of some samples, all of them active."""
+        return Ledger(*(getattr(self, name).index_select(0, rows) for name in PER_SAMPLE))
 
     def put(self, rows: Tensor, part: Ledger) -> None:
         """Write the entries of some samples back."""
-        for f in dataclasses.fields(self):
-            setattr(self, f.name, getattr(self, f.name).index_copy(0, rows, getattr(part, f.name)))
+        for name in PER_SAMPLE:
+            setattr(self, name, getattr(self, name).index_copy(0, rows, getattr(part, name)))
 
 
 @dataclass
@@ -202,11 +234,11 @@ def solve(
         step = 1
         while True:
             if step == 1 or step % check_every == 0 or step >= tolerance.max_steps:
+                was_active = ledger.result == ACTIVE if trace else None
                 residual, active = ledger.record(step, held[0], tolerance)
-                if trace:
+                if was_active is not None:
                     last = history[-1] if history else torch.full_like(book.residual, torch.inf)
-                    seen = torch.where(ledger.steps == step, residual, last[rows])
-                    history.append(last.index_copy(0, rows, seen))
+                    history.append(last.index_copy(0, rows, torch.where(was_active, residual, last[rows])))
                 if callback is not None:
                     callback(Progress(step, rows, residual, ledger.result == ACTIVE, held[0], narrow))
                 if keep_states:
