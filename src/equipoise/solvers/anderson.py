@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State
+from equipoise.solvers.base import GapState, Solver
 from equipoise.tolerance import row_norms
 from equipoise.validation import options, require
 
 
 @dataclass
-class AndersonState(State):
+class AndersonState(GapState):
     """Adds rings of differences between successive iterates, one slot each, and their Gram matrix."""
 
     left: Tensor  # (batch, memory + 2, n): differences of gaps (type II) or iterates (type I); the last two gaps

@@ -27,14 +27,17 @@ PROGRESS = 0.99  # a residual counts as progress when it falls below this fracti
 
 @dataclass
 class State:
-    """An iterate with its image f(z) and gap f(z) - z, all (batch, n). Solvers add what they remember.
+    """An iterate and its image f(z), both (batch, n). Solvers add what they remember.
 
     Nothing in it is ever changed in place but the solver's own buffers: iterates may be kept by reference.
     """
 
     z: Tensor
     image: Tensor
-    gap: Tensor
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """||f(z) - z|| and ||f(z)|| per sample."""
+        return row_norms(self.image - self.z), row_norms(self.image)
 
     def take(self, rows: Tensor) -> Self:
         """This state for the samples ``rows``: every tensor has the batch first."""
@@ -44,6 +47,16 @@ class State:
             if isinstance(value := getattr(self, f.name), Tensor)
         }
         return dataclasses.replace(self, **taken)
+
+
+@dataclass
+class GapState(State):
+    """Adds the gap f(z) - z, for solvers that work with it."""
+
+    gap: Tensor
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        return row_norms(self.gap), row_norms(self.image)
 
 
 class Solver(ABC):
@@ -113,7 +126,7 @@ class Ledger:
 
     def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
         """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
-        gap, scale = row_norms(state.gap), row_norms(state.image)
+        gap, scale = state.norms()
         residual = gap / scale
         reached = tolerance.reached(gap, scale)
         progress = residual < PROGRESS * self.mark  # False for NaN
@@ -123,7 +136,7 @@ class Ledger:
             progress &= active
             uneventful |= ~active
         if step < tolerance.max_steps and bool(uneventful.all()):
-            # The common case: every active sample comes nearer, none is done. Worth a short way: cheap functions feel it.
+            # The common case, every active sample nearer and none done, takes a short way: cheap functions feel it.
             self.improve(progress, residual, state.z, everywhere=not self.finished)
             self.progress(progress, residual, step, everywhere=not self.finished)
             return residual, len(residual) - self.finished
@@ -171,7 +184,7 @@ class Ledger:
 
     def confirm(self, step: int, state: State, tolerance: Tolerance) -> int:
         """Enter measured gaps in place of claimed ones. Returns how many samples have to go on."""
-        gap, scale = row_norms(state.gap), row_norms(state.image)
+        gap, scale = state.norms()
         false = (self.result == Result.CONVERGED) & ~tolerance.reached(gap, scale)
         self.result = self.result.masked_fill(false, Result.MAX_STEPS if step >= tolerance.max_steps else ACTIVE)
         self.residual = torch.where(torch.isfinite(gap + scale), relative_residual(gap, scale), self.residual)
@@ -250,7 +263,7 @@ def solve(
                     if not (solver.recurrent and confirm):
                         break
                     image = whole(book.best)
-                    if book.confirm(step, State(book.best, image, image - book.best), tolerance) == 0:
+                    if book.confirm(step, State(book.best, image), tolerance) == 0:
                         break
                     # The recurrence had drifted from the truth: go on from the measured gap.
                     ledger, rows, narrow, wasted = book, torch.arange(len(image), device=image.device), whole, 0
@@ -299,6 +312,6 @@ def iterate(problem: Problem, z: Tensor, image: Tensor, solver: Solver, steps: i
 
 
 def evaluated(problem: Problem, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An iterate, its image and its gap: the first three fields of a :class:`State`."""
+    """An iterate, its image and its gap: the first three fields of a :class:`GapState`."""
     image = problem(z)
     return z, image, image - z

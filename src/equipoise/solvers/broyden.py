@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State
+from equipoise.solvers.base import GapState, Solver
 from equipoise.solvers.line_search import backtrack
 from equipoise.validation import options, require
 
 
 @dataclass
-class BroydenState(State):
+class BroydenState(GapState):
     """Adds the inverse Jacobian estimate H = -I + sum_k left_k right_k^T and its product with the gap."""
 
     left: Tensor  # (batch, memory, n), one contiguous slot per update and sample

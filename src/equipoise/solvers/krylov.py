@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State
+from equipoise.solvers.base import GapState, Solver
 from equipoise.tolerance import row_norms
 from equipoise.validation import options, require
 
@@ -30,7 +30,7 @@ def require_affine(solver: Solver, problem: Problem) -> None:
 
 
 @dataclass
-class GMRESState(State):
+class GMRESState(GapState):
     """Adds conjugate directions p_k with orthonormal images q_k = (I - A) p_k."""
 
     directions: Tensor  # (batch, memory, n)
@@ -90,7 +90,7 @@ class GMRES(Solver):
 
 
 @dataclass
-class BiCGStabState(State):
+class BiCGStabState(GapState):
     """Adds the shadow residual and the search direction."""
 
     shadow: Tensor

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import State, evaluated
+from equipoise.solvers.base import GapState, evaluated
 from equipoise.tolerance import row_norms
 
 
-def backtrack(problem: Problem, state: State, direction: Tensor, halvings: int) -> tuple[Tensor, Tensor, Tensor]:
+def backtrack(problem: Problem, state: GapState, direction: Tensor, halvings: int) -> tuple[Tensor, Tensor, Tensor]:
     """z + direction with its image and gap; halved, at most ``halvings`` times, where the residual would grow."""
     z, image, gap = evaluated(problem, state.z + direction)
     before, length = row_norms(state.gap), 1.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State, solve
+from equipoise.solvers.base import GapState, Solver, solve
 from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.line_search import backtrack
 from equipoise.tolerance import Tolerance, row_norms
@@ -64,10 +64,10 @@ class NewtonKrylov(Solver):
         require(self, "inner_steps", at_least=1, whole=True)
         require(self, "line_search", at_least=0, whole=True)
 
-    def init(self, problem: Problem, z: Tensor, image: Tensor) -> State:
-        return State(z, image, image - z)
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> GapState:
+        return GapState(z, image, image - z)
 
-    def step(self, problem: Problem, state: State) -> State:
+    def step(self, problem: Problem, state: GapState) -> GapState:
         # Right-hand sides of unit length make the forcing term an absolute tolerance.
         size = row_norms(state.gap)[:, None]
         size = torch.where(size == 0, 1.0, size)
@@ -75,7 +75,7 @@ class NewtonKrylov(Solver):
         linearised = Linearised(problem, state.z, right)
         tolerance = Tolerance(relative=0.0, absolute=self.forcing, max_steps=self.inner_steps + 1)
         found = solve(linearised, right, linearised(right), self.inner, tolerance, confirm=False)
-        return State(*backtrack(problem, state, found.z * size, self.line_search))
+        return GapState(*backtrack(problem, state, found.z * size, self.line_search))
 
     def for_adjoint(self) -> Solver:
         return self.inner

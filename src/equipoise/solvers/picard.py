@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.solvers.base import Solver, State, evaluated
+from equipoise.solvers.base import Solver, State
 from equipoise.validation import options, require
 
 
@@ -27,9 +27,9 @@ class Picard(Solver):
         require(self, "damping", at_least=0.0, below=1.0)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> State:
-        return State(z, image, image - z)
+        return State(z, image)
 
     def step(self, problem: Problem, state: State) -> State:
         z = torch.lerp(state.image, state.z, self.damping) if self.damping else state.image
         del state
-        return State(*evaluated(problem, z))
+        return State(z, problem(z))
