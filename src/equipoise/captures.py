@@ -31,12 +31,17 @@ def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
 
 
 def unfold(value: Any, phrase: str, names: Collection[str]) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Modules and tensors in a value. Of a module whose parts are named, as in ``model.cell(z)``, only those parts."""
+    """Modules and tensors in a value.
+
+    Of a module whose parts are named, as in ``model.cell(z)`` or within ``model.step(z)``, only those parts.
+    """
     if isinstance(value, Tensor):
         yield phrase, value
     elif isinstance(value, nn.Module):
-        parts = list(attributes(value, phrase, names))
-        yield from parts or [(phrase, value)]
+        methods = [m for n in names if isinstance(m := type(value).__dict__.get(n), types.FunctionType)]
+        within = {*names, *(n for method in methods for n in method.__code__.co_names)}
+        parts = list(attributes(value, phrase, within))
+        yield from parts or ([] if methods else [(phrase, value)])
     elif isinstance(value, tuple | list):
         for i, part in enumerate(value):
             yield from unfold(part, f"{phrase}[{i}]", names)

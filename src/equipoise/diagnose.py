@@ -254,6 +254,21 @@ def check_gradients(
     Example:
         >>> print(eq.check_gradients(layer.f, torch.zeros(4, 64), x, tolerance=eq.Tolerance(1e-3)))
     """
+    with torch.random.fork_rng():  # every solve is seeded, for the same dropout masks; the caller's state is kept
+        return compare_with_differences(f, z0, inputs, solver, tolerance, gradient, allowed, seed)
+
+
+def compare_with_differences(
+    f: Callable[..., Any],
+    z0: Any,
+    inputs: tuple[Any, ...],
+    solver: Solver,
+    tolerance: Tolerance,
+    gradient: GradientRule,
+    allowed: float,
+    seed: int,
+) -> GradientCheck:
+    """:func:`check_gradients` behind its door."""
     if isinstance(f, nn.Module):
         f = copy.deepcopy(f).double()
         z0, inputs = (to_double(tree) for tree in (z0, inputs))
@@ -267,6 +282,7 @@ def check_gradients(
         [t.detach().clone().requires_grad_(t.is_floating_point()) for _, t in leaves(tuple(inputs), "inputs")],
     )
     with torch.enable_grad():
+        torch.manual_seed(seed)
         sol = fixed_point(f, z0, *inputs, solver=solver, tolerance=tolerance, gradient=gradient)
         outputs = [t for _, t in leaves(sol.value, "value")]
         weights = [random_like(t) for t in outputs]
@@ -284,6 +300,7 @@ def check_gradients(
         with torch.no_grad():
             try:
                 tensor.data.add_(by)
+                torch.manual_seed(seed)
                 value = fixed_point(f, z0, *inputs, solver=solver, tolerance=tight, on_failure="ignore").value
             finally:
                 tensor.data.copy_(original)

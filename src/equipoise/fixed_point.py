@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from equipoise.gradient_paths import named_sources, require_gradient_paths
 from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
-from equipoise.problem import FunctionProblem, leaves
+from equipoise.problem import FunctionProblem, autocast_state, leaves, rebuild
 from equipoise.solution import Solution
 from equipoise.solvers import Anderson, Picard, Progress, Solver
 from equipoise.solvers.base import iterate
@@ -82,6 +83,9 @@ def run(
     check_every: int,
 ) -> Solution:
     """:func:`fixed_point` behind the door."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # inside it a Jacobian product would silently be zero
+            return run(f, z0, inputs, solver, tolerance, gradient, on_failure, compact, trace, callback, check_every)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "fixed_point cannot run inside torch.func.grad, vmap and the like: it solves a batch already, and its "
@@ -91,6 +95,12 @@ def run(
         )
     problem, z, image = FunctionProblem.start(f, z0, inputs)
     problem.gatherable = problem.gatherable and compact
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(image).tangent is not None:
+        raise NotImplementedError(
+            "fixed_point has no forward-mode derivative: use reverse mode (torch.autograd.grad), or FixedSteps. For an "
+            "equilibrium inside the f of another, solve the outer one with Anderson, Broyden or Picard."
+        )
+    image = image.detach()  # its graph is not needed
     forward = Forward(problem, z, image, solver, tolerance, trace, callback, check_every)
     report = Report(on_failure)
     if problem.needs_gradient:
@@ -103,7 +113,10 @@ def run(
                 image = problem(rows)
             require_gradient_paths(problem, rows, image)  # nothing has a path: is nothing needed, or all cut off?
     report.failure(solved.stats, "forward")
-    solution = Solution(problem.layout.unpack(rows), solved.stats, solved=solved)
+    value = problem.layout.unpack(rows)
+    if problem.needs_gradient:  # copies, so that the caller may change them in place
+        value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])
+    solution = Solution(value, solved.stats, solved=solved)
     report.solution = weakref.ref(solution)
     return solution
 
@@ -199,9 +212,16 @@ class Equilibrium(nn.Module):
         if not inputs:
             raise ValueError("an Equilibrium called without inputs needs z0, which also sets the batch size.")
         like = leaves(inputs[0], "inputs[0]")[0][1]
+        if self.initial is None and not (like.is_floating_point() or like.is_complex()):
+            raise TypeError(
+                f"the first input is {like.dtype}, so that a state like it cannot be a start: give Equilibrium "
+                "initial=(the shape of one sample), or call it with z0."
+            )
+        dtype = like.dtype if like.is_floating_point() or like.is_complex() else torch.get_default_dtype()
+        if autocast_state(like.device.type):
+            dtype = torch.promote_types(dtype, torch.float32)  # what autocast made narrow was not meant for a state
         if self.initial is None:
-            return torch.zeros_like(like)
-        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+            return torch.zeros_like(like, dtype=dtype)
 
         def zeros(shape: Any) -> Any:
             if shape and isinstance(shape[0], tuple | list):

@@ -44,7 +44,7 @@ class Forward:
         return solve(
             self.problem,
             self.z.detach(),
-            self.image.detach(),
+            self.image,
             self.solver,
             self.tolerance,
             trace=self.trace,
@@ -246,5 +246,7 @@ def on_finite_samples(solved: Solved, attach: Callable[[FunctionProblem, Tensor,
     rows = torch.isfinite(residual).nonzero().squeeze(1)
     if not problem.gatherable or len(rows) == len(residual):
         return attach(problem, solved.z, residual, torch.arange(len(residual), device=rows.device))
+    if not len(rows):
+        return solved.z.clone().requires_grad_()  # nothing to differentiate; a backward pass finds that out in peace
     part = attach(problem.take(rows), solved.z[rows], residual[rows], rows)
     return solved.z.index_copy(0, rows, part)

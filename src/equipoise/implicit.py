@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.graph import captured_leaves, edges
+from equipoise.graph import captured_tensors, edges
 from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
 from equipoise.solvers.base import Solved, Solver, solve
-from equipoise.tolerance import Tolerance
+from equipoise.tolerance import Tolerance, row_norms
 
 
 @dataclass
@@ -83,27 +83,38 @@ class Adjoint:
         views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
         narrow = problem.with_sources(views)
         image = recorded(narrow, z)
-        captured = captured_leaves(image, [z, *views])
+        captured = captured_tensors(image, [z, *views], problem.visible_tensors)
         first = partial(self.pull, narrow, z, image)
-        higher = partial(self.differentiable_pull, problem, len(sources))
+        higher = partial(self.differentiable_pull, problem, image.detach(), len(sources))
         return _Attach.apply(first, higher, image, solution, *sources, *captured), z, image
 
     def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
         """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
-        system = AdjointProblem(problem, z, image, cotangent.detach())
+        cotangent = cotangent.detach()
+        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
+        system = AdjointProblem(problem, z, image, torch.where(finite, cotangent, 0.0))
         guess = system.cotangent if self.start is None else self.start(system.cotangent)
         solved = solve(system, guess, system(guess), self.solver, self.tolerance)
         self.report.backward(solved, self.rows, self.batch)
-        return solved.z
+        return torch.where(finite, solved.z, cotangent)  # a loss that is NaN or infinite stays so: scalers look for it
 
     def differentiable_pull(
-        self, problem: Problem, count: int, u: Tensor, cotangent: Tensor, value: Tensor, *tensors: Tensor
+        self,
+        problem: Problem,
+        before: Tensor,
+        count: int,
+        u: Tensor,
+        cotangent: Tensor,
+        value: Tensor,
+        *tensors: Tensor,
     ) -> Sequence[Tensor]:
         """u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, as a function of all."""
         sources, captured = tensors[:count], tensors[count:]
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
+        if not agree(problem, image, before):
+            raise RuntimeError(ANOTHER_FUNCTION)
         if any("CompiledFunction" in node.name() for node, _ in edges(image, [at, *sources])):
             raise RuntimeError(
                 "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
@@ -131,13 +142,26 @@ class AdjointProblem(Problem):
         self.count.add(rows.shape[0])
         return gradients([self.image], [self.z], [rows], create_graph=torch.is_grad_enabled())[0]
 
-    def take(self, rows: Tensor) -> AdjointProblem:
+    def take(self, rows: Tensor) -> AdjointProblem | None:
         narrow = self.problem.take(rows)
+        if narrow is None:
+            return None
         z = self.z.detach().index_select(0, rows).requires_grad_()
-        taken = AdjointProblem(narrow, z, recorded(narrow, z), self.cotangent.index_select(0, rows))
+        image = recorded(narrow, z)
+        self.count.add(len(rows))  # the record made anew
+        if not agree(self.problem, image, self.image.index_select(0, rows)):
+            return None  # f is another function by now (see ANOTHER_FUNCTION): keep to the record of the forward pass
+        taken = AdjointProblem(narrow, z, image, self.cotangent.index_select(0, rows))
         taken.count = self.count
-        taken.count.add(len(rows))  # the record made anew
         return taken
+
+    @property
+    def visible_tensors(self) -> list[Tensor]:
+        return self.problem.visible_tensors
+
+    @property
+    def rounding(self) -> float:
+        return self.problem.rounding
 
     @property
     def sources(self) -> list[Tensor]:
@@ -148,6 +172,19 @@ class AdjointProblem(Problem):
         inner = self.problem.with_sources(others)
         z = z if z.requires_grad else z.detach().requires_grad_()
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
+
+
+ANOTHER_FUNCTION = (
+    "f is another function now than in the forward pass, so that its second derivative cannot be had: parameters were "
+    "swapped (torch.func.functional_call around the layer: call it inside f instead), inputs overwritten, or train and "
+    "eval mode switched between forward and backward."
+)
+
+
+def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:
+    """Whether f evaluated again gave what it gave before, up to rounding."""
+    with torch.no_grad():
+        return bool((row_norms(image - before) <= 1000 * problem.rounding * row_norms(before)).all())
 
 
 def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from equipoise.captures import layers
+from equipoise.captures import layers, tensors_needing_gradients
 from equipoise.scope import Scope
 
 CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
@@ -160,9 +160,20 @@ class Problem(ABC):
     @abstractmethod
     def __call__(self, rows: Tensor) -> Tensor: ...
 
-    def take(self, rows: Tensor) -> Problem:
-        """The same problem for the samples ``rows``; calls are counted together."""
+    def take(self, rows: Tensor) -> Problem | None:
+        """The same problem for the samples ``rows``, calls counted together; None if it turns out not to be."""
         raise NotImplementedError(f"{type(self).__name__} is not gatherable")
+
+    @property
+    def rounding(self) -> float:
+        """The rounding unit of the coarsest numbers that the problem may compute with."""
+        kinds = [leaf.dtype for leaf in self.layout.leaves] + ([self.autocast["dtype"]] if self.autocast else [])
+        return max(torch.finfo(kind).eps for kind in kinds)
+
+    @property
+    def visible_tensors(self) -> list[Tensor]:
+        """The tensors it visibly captures that require a gradient."""
+        return []
 
     @property
     def sources(self) -> list[Tensor]:
@@ -190,12 +201,12 @@ class Problem(ABC):
 class FunctionProblem(Problem):
     """``f(z, *inputs)`` on rows, made by :meth:`start`. f's own attributes (its structure) are found at ``f``."""
 
-    def __init__(self, f: Callable[..., Any], inputs: Sequence[Any], layout: Layout, device: torch.device):
+    def __init__(self, f: Callable[..., Any], inputs: Sequence[Any], layout: Layout, batch: int, device: torch.device):
         self.f = f
         self.inputs = tuple(inputs)
         self.layout = layout
         self.device = device
-        self.scope = Scope()
+        self.scope = Scope(batch)
         self.count = Count()
         self.affine = bool(getattr(f, "affine", False))
         self.autocast = autocast_state(device.type)
@@ -210,7 +221,7 @@ class FunctionProblem(Problem):
             raise TypeError(f"f is a {type(f).__name__}; it must be a function f(z, *inputs) -> z.")
         warn_of_mixing_layers(f)
         z0, batch, device = initial_value(z0, inputs)
-        problem = cls(f, inputs, Layout(z0), device)
+        problem = cls(f, inputs, Layout(z0), batch, device)
         image = problem.evaluate(z0, batch)
         problem.check_image(image, batch)
         found = leaves(image, "f(z)")
@@ -221,10 +232,8 @@ class FunctionProblem(Problem):
         return problem, problem.layout.pack(z0), problem.layout.pack(image)
 
     @property
-    def rounding(self) -> float:
-        """The rounding unit of the coarsest numbers that f may compute with."""
-        kinds = [leaf.dtype for leaf in self.layout.leaves] + ([self.autocast["dtype"]] if self.autocast else [])
-        return max(torch.finfo(kind).eps for kind in kinds)
+    def visible_tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in tensors_needing_gradients(self.f)]
 
     def __call__(self, rows: Tensor) -> Tensor:
         image = self.evaluate(self.layout.unpack(rows), rows.shape[0])
@@ -235,7 +244,7 @@ class FunctionProblem(Problem):
         """f as the user wrote it, in the autocast mode and the scope of this solve."""
         self.count.add(batch)
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
-        given = [(tensor, version(tensor)) for _, tensor in leaves(value, "z")]
+        given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
         with self.scope.entered(), mode:
             try:
                 image = self.f(value, *self.inputs)
@@ -244,7 +253,9 @@ class FunctionProblem(Problem):
                     raise RuntimeError(GATHERING) from error
                 raise
         if any(version(tensor) != before for tensor, before in given):
-            raise RuntimeError("f writes over z in place (a function such as relu_ or z += ...): return a new tensor.")
+            raise RuntimeError(
+                "f writes over z or an input in place (a function such as relu_, or z += ...): return a new tensor."
+            )
         return image
 
     def check_image(self, image: Any, batch: int) -> None:

@@ -7,6 +7,7 @@ every later one, also in the backward pass. A scope lives and dies with its solv
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,23 +21,26 @@ _current: ContextVar[Scope | None] = ContextVar("equipoise_scope", default=None)
 class Scope:
     """The memory of one solve. ``shared`` entries serve all samples; ``per_sample`` ones are gathered with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int) -> None:
+        # A solve inside the f of another belongs to it: the same weights and masks, or the outer f would change.
+        outer = _current.get()
+        self.batch = batch
         # f runs without a graph inside the loop, yet a derived weight must keep its path to the raw parameters.
-        self.grad = torch.is_grad_enabled()
-        self.shared: dict[Hashable, Tensor] = {}
-        self.per_sample: dict[Hashable, Tensor] = {}
+        self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
+        self.shared: dict[Hashable, Tensor] = {} if outer is None else outer.shared
+        self.per_sample: dict[Hashable, Tensor] = {} if outer is None else outer.per_sample
 
     def take(self, rows: Tensor) -> Scope:
         """The same scope for the samples ``rows``."""
-        taken = Scope.__new__(Scope)
-        taken.grad, taken.shared = self.grad, self.shared
+        taken = copy.copy(self)
+        taken.batch = len(rows)
         taken.per_sample = {key: entry.index_select(0, rows) for key, entry in self.per_sample.items()}
         return taken
 
     def without_shared(self) -> Scope:
         """The same masks, with every weight to be derived anew."""
-        fresh = Scope.__new__(Scope)
-        fresh.grad, fresh.shared, fresh.per_sample = self.grad, {}, self.per_sample
+        fresh = copy.copy(self)
+        fresh.shared = {}
         return fresh
 
     @contextmanager
@@ -62,4 +66,9 @@ def once_per_solve(key: Hashable, compute: Callable[[], Tensor], *, per_sample: 
     if key not in entries:
         with torch.set_grad_enabled(scope.grad):
             entries[key] = compute()
+    if per_sample and len(entries[key]) != scope.batch:
+        raise RuntimeError(
+            f"a mask of {len(entries[key])} rows in a solve of {scope.batch} samples: it cannot follow its samples. "
+            "Keep the batch as the first dimension where dropout is applied, or pass the mask to f as an input."
+        )
     return entries[key]

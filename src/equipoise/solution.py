@@ -167,6 +167,8 @@ def failure_message(stats: Statistics, which: str) -> str | None:
     advice = commonest.message
     if commonest == Result.NONFINITE and bool((stats.steps[failed] == 1).all()):
         advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
+    if which == "backward":
+        advice += " The backward solve has settings of its own: ImplicitGradient(solver=..., tolerance=...)."
     return (
         f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({kinds}; "
         f"worst residual {worst:.1e} after {stats.evaluations} evaluations). {advice}"

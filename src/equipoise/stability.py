@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.implicit import gradients
+from equipoise.implicit import gradients, isolated, recorded
 from equipoise.problem import FunctionProblem
 from equipoise.scope import once_per_solve
 
@@ -86,13 +86,11 @@ def spectral_radius(
 
 def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """z as rows at which gradients can be asked for, and f there with its graph."""
-    with torch.no_grad():
-        problem, _, _ = FunctionProblem.start(f, z, inputs)
-    rows = problem.layout.pack(z)
-    rows = rows.view_as(rows) if rows.requires_grad else rows.detach().requires_grad_()
-    problem.scope.grad = True
-    problem.scope.shared.clear()
-    return rows, problem(rows)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a Jacobian needs derivatives, which inference_mode does not have: use torch.no_grad().")
+    problem, _, _ = FunctionProblem.start(f, z, inputs)
+    rows = isolated(problem.layout.pack(z))
+    return rows, recorded(problem, rows)
 
 
 def normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +108,7 @@ def fresh_direction(V: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def operator_norm_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """An upper bound of the largest singular value of the (..., m, n) matrices, tight within n^(1 / 2^iterations).
+    """An upper bound of the largest singular value of the (..., m, n) matrices, tight within n^(1/2^(iterations+1)).
 
     Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k). Never below the norm, unlike power
     iteration, deterministic and differentiable.
@@ -245,7 +243,8 @@ class SpectralNorm(nn.Module):
 
     def derive(self, size: tuple[int, int] | None) -> Tensor:
         raw = self.layer.weight
-        norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size)
+        with torch.autocast(raw.device.type, enabled=False):  # a bound in low precision is none
+            norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size)
         if self.always:
             return raw * (self.bound / torch.where(norm == 0, 1.0, norm))
         return raw * (self.bound / norm.clamp(min=self.bound))

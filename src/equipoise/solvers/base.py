@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from equipoise.problem import Problem
+from equipoise.problem import Problem, autocast_state
 from equipoise.solution import Result, Statistics
 from equipoise.tolerance import Tolerance, relative_residual, row_norms
 
@@ -124,8 +125,8 @@ class Ledger:
         infinite = torch.full((batch,), torch.inf, dtype=z.dtype, device=z.device)
         return cls(z, codes, torch.zeros_like(codes), infinite, infinite, torch.zeros_like(codes))
 
-    def record(self, step: int, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
-        """Enter one evaluation. Returns the residuals and how many samples are still active: one synchronisation."""
+    def record(self, step: int, z: Tensor, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
+        """Enter one evaluation, at z. Returns the residuals and how many samples are active: one synchronisation."""
         gap, scale = state.norms()
         residual = gap / scale
         reached = tolerance.reached(gap, scale)
@@ -137,11 +138,11 @@ class Ledger:
             uneventful |= ~active
         if step < tolerance.max_steps and bool(uneventful.all()):
             # The common case, every active sample nearer and none done, takes a short way: cheap functions feel it.
-            self.improve(progress, residual, state.z, everywhere=not self.finished)
+            self.improve(progress, residual, z, everywhere=not self.finished)
             self.progress(progress, residual, step, everywhere=not self.finished)
             return residual, len(residual) - self.finished
         residual = relative_residual(gap, scale)
-        self.settle(step, gap + scale, residual, reached, progress, state.z, tolerance)
+        self.settle(step, gap + scale, residual, reached, progress, z, tolerance)
         return residual, len(residual) - self.finished
 
     def settle(
@@ -234,9 +235,9 @@ def solve(
     Finished samples are left out if ``problem.gatherable``. ``confirm`` is for recurrent solvers.
     """
     kind = z.device.type
-    own_sums_in_full_precision = torch.autocast(kind, enabled=False) if problem.autocast else torch.no_grad()
+    own_sums_in_full_precision = torch.autocast(kind, enabled=False) if autocast_state(kind) else nullcontext()
     with torch.no_grad(), own_sums_in_full_precision:
-        whole, narrow = problem, problem
+        whole, narrow, gatherable = problem, problem, problem.gatherable
         ledger = book = Ledger.open(z)  # of the samples still computed, and of all
         rows = torch.arange(z.shape[0], device=z.device)
         history: list[Tensor] = []
@@ -248,7 +249,7 @@ def solve(
         while True:
             if step == 1 or step % check_every == 0 or step >= tolerance.max_steps:
                 was_active = ledger.result == ACTIVE if trace else None
-                residual, active = ledger.record(step, held[0], tolerance)
+                residual, active = ledger.record(step, solver.value(held[0]), held[0], tolerance)
                 if was_active is not None:
                     last = history[-1] if history else torch.full_like(book.residual, torch.inf)
                     history.append(last.index_copy(0, rows, torch.where(was_active, residual, last[rows])))
@@ -271,12 +272,16 @@ def solve(
                     step += 1
                     continue
                 wasted += (len(rows) - active) * check_every
-                if problem.gatherable and worth_gathering(len(rows), active, wasted):
-                    if ledger is not book:
-                        book.put(rows, ledger)
+                if gatherable and worth_gathering(len(rows), active, wasted):
                     kept = (ledger.result == ACTIVE).nonzero().squeeze(1)
-                    ledger, rows, wasted = ledger.take(kept), rows.index_select(0, kept), 0
-                    narrow, held = narrow.take(kept), [solver.take(held.pop(), kept)]
+                    taken = narrow.take(kept)
+                    if taken is None:
+                        gatherable = False
+                    else:
+                        if ledger is not book:
+                            book.put(rows, ledger)
+                        ledger, rows, wasted = ledger.take(kept), rows.index_select(0, kept), 0
+                        narrow, held = taken, [solver.take(held.pop(), kept)]
             held.append(solver.step(narrow, held.pop()))
             step += 1
 

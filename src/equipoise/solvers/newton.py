@@ -32,8 +32,11 @@ class Linearised(Problem):
     def product(self, rows: Tensor) -> Tensor:
         return self.problem.jvp(self.z, rows)
 
-    def take(self, rows: Tensor) -> Linearised:
-        return Linearised(self.problem.take(rows), self.z.index_select(0, rows), self.right.index_select(0, rows))
+    def take(self, rows: Tensor) -> Linearised | None:
+        narrow = self.problem.take(rows)
+        if narrow is None:
+            return None
+        return Linearised(narrow, self.z.index_select(0, rows), self.right.index_select(0, rows))
 
 
 @options
