@@ -7,7 +7,7 @@ and shared: change nothing in it, and ask for gradients with torch.autograd.grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,3 +209,8 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 CONTRACTIVE = [name for name, make in CASES.items() if make().contractive]
 AFFINE = [name for name, make in CASES.items() if make().affine]
+
+
+def solvable(solvers: Collection[str], plain: Collection[str]) -> list[tuple[str, str]]:
+    """Every problem with every solver, but for plain iteration where it need not converge."""
+    return [(problem, name) for problem in CASES for name in solvers if problem in CONTRACTIVE or name not in plain]

@@ -18,6 +18,7 @@ ROOMS = [
     "tolerance",
     "scope",
     "captures",
+    "layout",
     "problem",
     "solvers",
     "graph",

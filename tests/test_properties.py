@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import equipoise as eq
 from corpus import DOUBLE, flatten, generator, per_sample, true_residual, unflatten
-from equipoise.problem import Layout
+from equipoise.layout import Layout
 
 SOLVERS = [
     eq.Picard(),

@@ -22,6 +22,15 @@ class Cell(nn.Module):
         return torch.tanh(0.6 * self.W(z) + x)
 
 
+class Dropped(Cell):
+    def __init__(self):
+        super().__init__()
+        self.drop = eq.VariationalDropout(0.5)
+
+    def forward(self, z, x):
+        return torch.tanh(self.drop(0.6 * self.W(z)) + x)
+
+
 @pytest.fixture
 def layer():
     return eq.Equilibrium(Cell().double(), solver=eq.Picard(), tolerance=TIGHT)
@@ -61,14 +70,6 @@ def test_a_reused_input_buffer_does_not_spoil_the_gradient(layer, x):
 
 
 def test_switching_to_eval_before_backward_keeps_the_dropout_mask(x):
-    class Dropped(Cell):
-        def __init__(self):
-            super().__init__()
-            self.drop = eq.VariationalDropout(0.5)
-
-        def forward(self, z, x):
-            return torch.tanh(self.drop(0.6 * self.W(z)) + x)
-
     layer = eq.Equilibrium(Dropped().double(), solver=eq.Picard(), tolerance=TIGHT)
     gradients = []
     for switch in (False, True):
@@ -269,14 +270,6 @@ def test_noise_inside_f_is_not_blamed_on_an_unused_parameter():
 
 
 def test_gradients_of_a_cell_with_dropout_check_out_and_the_seed_is_kept():
-    class Dropped(Cell):
-        def __init__(self):
-            super().__init__()
-            self.drop = eq.VariationalDropout(0.5)
-
-        def forward(self, z, x):
-            return torch.tanh(self.drop(0.6 * self.W(z)) + x)
-
     cell = Dropped()
     before = torch.get_rng_state()
     check = eq.check_gradients(cell, torch.zeros(1, 4), torch.ones(5, 4), tolerance=eq.Tolerance(1e-6))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
 from equipoise.gradient_paths import named_sources
 from equipoise.gradients import GradientRule
-from equipoise.problem import FunctionProblem, leaves, rebuild
+from equipoise.layout import leaves, rebuild
+from equipoise.problem import FunctionProblem
 from equipoise.solution import Result, Solution
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius

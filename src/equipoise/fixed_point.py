@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 
 from equipoise.gradient_paths import named_sources, require_gradient_paths
 from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
-from equipoise.problem import FunctionProblem, autocast_state, leaves, rebuild
+from equipoise.layout import leaves, rebuild
+from equipoise.problem import FunctionProblem, autocast_state
 from equipoise.solution import Solution
 from equipoise.solvers import Anderson, Picard, Progress, Solver
 from equipoise.solvers.base import iterate

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from equipoise.captures import tensors_needing_gradients
 from equipoise.graph import edges, leaf_of, origin
-from equipoise.problem import FunctionProblem, leaves, rebuild
+from equipoise.layout import leaves, rebuild
+from equipoise.problem import FunctionProblem
 
 
 def require_gradient_paths(problem: FunctionProblem, rows: Tensor, image: Tensor) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from equipoise.gradient_paths import require_gradient_paths
 from equipoise.implicit import Adjoint, Report, recorded, with_gradient_of
-from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning, leaves
+from equipoise.layout import leaves
+from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning
 from equipoise.solvers.base import Solved, Solver, solve
 from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.picard import Picard

@@ -1,16 +1,15 @@
 """A batch of independent fixed-point problems v = f(v, *inputs), as solvers see it: one (batch, n) matrix of rows.
 
-Values are tensors or nested tuples of tensors; :class:`Layout` turns one into rows and back. :class:`Problem` calls f
-on rows, counts the calls, checks what comes back, and can be narrowed to some of its samples.
+A :class:`Problem` maps rows to rows, counts its calls, and can be narrowed to some of its samples;
+:class:`FunctionProblem` is the user's f, checked at the door and at every call.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,116 +19,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from equipoise.captures import layers, tensors_needing_gradients
+from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, skeleton, skeleton_differs
 from equipoise.scope import Scope
-
-CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 
 
 class ImpureFunctionWarning(RuntimeWarning):
     """f gave different answers for the same arguments, or mixes the samples of a batch: it is no function of z."""
-
-
-def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
-    """The tensors of a nested tuple, each with a name such as ``z0[1]``."""
-    if isinstance(tree, Tensor):
-        return [(name, tree)]
-    if isinstance(tree, tuple | list):
-        return [leaf for i, part in enumerate(tree) for leaf in leaves(part, f"{name}[{i}]")]
-    raise TypeError(
-        f"{name} is a {type(tree).__name__}; it must be a tensor or a (nested) tuple of tensors. "
-        "What has no batch dimension belongs in f."
-    )
-
-
-def rebuild(like: Any, parts: Sequence[Any]) -> Any:
-    """A tree structured like ``like`` with ``parts`` as its leaves, in order."""
-    return _rebuild(like, iter(parts))
-
-
-def _rebuild(node: Any, remaining: Iterator[Any]) -> Any:
-    # Not a closure: one that calls itself is a reference cycle, which would keep every step's tensors alive.
-    if not isinstance(node, tuple | list):
-        return next(remaining)
-    children = [_rebuild(child, remaining) for child in node]
-    return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
-
-
-def skeleton(tree: Any) -> Any:
-    """The nesting of a value, without its tensors."""
-    return rebuild(tree, [None] * len(leaves(tree, "value")))
-
-
-@dataclass
-class Leaf:
-    """How one tensor of a value lies in the rows."""
-
-    name: str
-    shape: torch.Size  # of one sample
-    dtype: torch.dtype
-    permutation: tuple[int, ...] | None = None  # channels-last tensors are laid out as they lie in memory: no copy
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Leaf:
-        order = CHANNELS_LAST.get(tensor.dim())
-        if order and (tensor.is_contiguous() or not tensor.permute(order).is_contiguous()):
-            order = None
-        return cls(name, tensor.shape[1:], tensor.dtype, order)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        if self.permutation:
-            tensor = tensor.permute(self.permutation)
-        if self.dtype.is_complex:
-            tensor = torch.view_as_real(tensor)
-        return tensor.reshape(tensor.shape[0], self.numel)  # not -1: torch cannot infer it for an empty batch
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        shape: tuple[int, ...] = tuple(self.shape)
-        if self.permutation:
-            shape = tuple(self.shape[i - 1] for i in self.permutation[1:])
-        tensor = rows.reshape(rows.shape[0], *shape, *((2,) if self.dtype.is_complex else ()))
-        if self.dtype.is_complex:
-            tensor = torch.view_as_complex(tensor.clone(memory_format=torch.contiguous_format))
-        if self.permutation:
-            inverse = sorted(range(len(self.permutation)), key=self.permutation.__getitem__)
-            tensor = tensor.permute(inverse)
-        return tensor.to(self.dtype)
-
-
-class Layout:
-    """The correspondence between a value and its (batch, n) rows, in float32 or wider."""
-
-    def __init__(self, value: Any):
-        named = leaves(value, "z")
-        self.nesting = skeleton(value)
-        self.leaves = [Leaf.of(name, tensor) for name, tensor in named]
-        widest = torch.float32
-        for leaf in self.leaves:
-            real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
-            widest = torch.promote_types(widest, real)
-        self.dtype = widest
-
-    def pack(self, value: Any) -> Tensor:
-        parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def fits(self, value: Any, batch: int) -> bool:
-        """Whether a value has this nesting and these shapes."""
-        return not skeleton_differs(value, self.nesting) and all(
-            tensor.shape == (batch, *leaf.shape)
-            for leaf, (_, tensor) in zip(self.leaves, leaves(value, "value"), strict=True)
-        )
-
-    def unpack(self, rows: Tensor) -> Any:
-        if len(self.leaves) == 1:
-            parts = [self.leaves[0].unpack(rows)]
-        else:
-            split = rows.split([leaf.numel for leaf in self.leaves], dim=1)
-            parts = [leaf.unpack(part) for leaf, part in zip(self.leaves, split, strict=True)]
-        return rebuild(self.nesting, parts)
 
 
 @dataclass
@@ -287,9 +182,8 @@ class FunctionProblem(Problem):
 
     def take(self, rows: Tensor) -> FunctionProblem:
         taken = copy.copy(self)
-        taken.inputs = tuple(
-            rebuild(tree, [tensor.index_select(0, rows) for _, tensor in leaves(tree, "input")]) for tree in self.inputs
-        )
+        given = [tensor.index_select(0, rows) for _, tensor in leaves(self.inputs, "inputs")]
+        taken.inputs = rebuild(self.inputs, given)
         taken.scope = self.scope.take(rows)
         taken.gathered = True
         return taken
@@ -351,22 +245,6 @@ def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.devic
             )
     own = [tensor.expand(batch, *tensor.shape[1:]).clone() for _, tensor in named]  # never the caller's memory
     return rebuild(z0, own), batch, device
-
-
-def skeleton_differs(value: Any, nesting: Any) -> bool:
-    """Whether a value is nested otherwise than ``nesting``."""
-    if not isinstance(nesting, tuple | list):
-        return isinstance(value, tuple | list)
-    if not isinstance(value, tuple | list):
-        return True
-    return len(value) != len(nesting) or any(skeleton_differs(v, n) for v, n in zip(value, nesting, strict=True))
-
-
-def outline(nesting: Any) -> str:
-    """A nesting as text: ``(*, (*, *))``."""
-    if not isinstance(nesting, tuple | list):
-        return "*"
-    return "(" + ", ".join(outline(part) for part in nesting) + ")"
 
 
 def autocast_state(device_type: str) -> dict[str, Any] | None:
