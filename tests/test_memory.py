@@ -9,7 +9,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import equipoise as eq
 
-SOLVERS = [eq.Picard(), eq.Anderson(6), eq.Anderson(6, kind=1), eq.Broyden(12)]
+SOLVERS = [
+    eq.Picard(),
+    eq.Anderson(6),
+    eq.Anderson(6, kind=1),
+    eq.Broyden(12),
+    eq.NewtonKrylov(inner=eq.GMRES(6), inner_steps=2),
+]
 
 
 class Shift(nn.Module):
