@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +23,27 @@ from equipoise.tolerance import Tolerance
 
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
+_watched: ContextVar[list[Solution] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watch_solves() -> Iterator[list[Solution]]:
+    """Collect the Solution of every solve made inside the block, however deep inside a model.
+
+    A solve inside the f of another is not collected. A Solution keeps its value alive: read its statistics, then let
+    it go.
+
+    Example:
+        >>> with eq.watch_solves() as solves:
+        ...     model(x).sum().backward()
+        >>> solves[0].stats.steps, solves[0].backward.steps
+    """
+    solves: list[Solution] = []
+    token = _watched.set(solves)
+    try:
+        yield solves
+    finally:
+        _watched.reset(token)
 
 
 def fixed_point(
@@ -66,8 +89,22 @@ def fixed_point(
     if torch.compiler.is_compiling():
         # One clean break in the traced graph; looked up here because dynamo is slow to import.
         reason = "an equilibrium is solved by a loop that looks at its residuals"
-        return torch.compiler.disable(run, reason=reason)(f, z0, inputs, *options)  # type: ignore[call-arg]
-    return run(f, z0, inputs, *options)
+        return torch.compiler.disable(watched_run, reason=reason)(f, z0, inputs, *options)  # type: ignore[call-arg]
+    return watched_run(f, z0, inputs, *options)
+
+
+def watched_run(*arguments: Any) -> Solution:
+    """:func:`run`, its Solution collected when somebody watches; solves inside its f are its own affair."""
+    solves = _watched.get()
+    if solves is None:
+        return run(*arguments)
+    token = _watched.set(None)
+    try:
+        solution = run(*arguments)
+    finally:
+        _watched.reset(token)
+    solves.append(solution)
+    return solution
 
 
 def run(
