@@ -1,0 +1,29 @@
+"""Equilibrium models by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from equipoise.registry import Registry, call
+
+MODELS = Registry("model", {"conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium"})
+
+
+def list_models() -> list[str]:
+    """The names that :func:`create_model` knows."""
+    return list(MODELS)
+
+
+def create_model(name: str, **options: Any) -> nn.Module:
+    """Build a model by its name, or your own as ``"my_module:MyNet"``.
+
+    Args:
+        name: one of :func:`list_models`, or ``"module:Name"``.
+        options: what its constructor takes; an unknown one is refused.
+
+    Example:
+        >>> model = eq.create_model("conv-equilibrium", shape=(1, 28, 28), classes=10, channels=32)
+    """
+    return call(MODELS[name], options, {}, f"model {name!r}")

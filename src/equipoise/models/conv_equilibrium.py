@@ -1,0 +1,65 @@
+"""A small convolutional equilibrium classifier whose equilibrium always exists: the core's own example of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.fixed_point import Equilibrium
+from equipoise.models.normalize import Normalize
+from equipoise.stability import SpectralNorm
+
+
+class Cell(nn.Module):
+    """f(z, u) = relu(W * z + u), the operator norm of W held to at most ``bound``: a contraction."""
+
+    def __init__(self, channels: int, bound: float):
+        super().__init__()
+        self.conv = SpectralNorm(nn.Conv2d(channels, channels, 3, padding=1, bias=False), bound=bound)
+
+    def forward(self, z: Tensor, u: Tensor) -> Tensor:
+        return torch.relu(self.conv(z) + u)
+
+
+class ConvEquilibrium(nn.Module):
+    """Stem, equilibrium, linear head: images in [0, 1] to logits.
+
+    Args:
+        shape: of one image, (channels, height, width).
+        classes: how many.
+        mean, std: of the images per channel.
+        channels: of the hidden features.
+        stride: of the stem; 2 solves on a quarter of the pixels.
+        bound: on the operator norm of the cell's convolution; below 1 every image has exactly one equilibrium.
+        pool: side of the grid that features are averaged to before the head.
+
+    Example:
+        >>> model = ConvEquilibrium(shape=(1, 28, 28), classes=10, channels=32, stride=2)
+        >>> model(torch.rand(8, 1, 28, 28)).shape
+        torch.Size([8, 10])
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: tuple[float, ...] = (0.5,),
+        std: tuple[float, ...] = (0.5,),
+        channels: int = 24,
+        stride: int = 1,
+        bound: float = 0.9,
+        pool: int = 4,
+    ):
+        super().__init__()
+        if classes < 2:
+            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+        self.stem = nn.Sequential(
+            Normalize(mean, std),
+            nn.Conv2d(shape[0], channels, 3, stride=stride, padding=1),
+            nn.GroupNorm(4 if channels % 4 == 0 else 1, channels),
+        )
+        self.equilibrium = Equilibrium(Cell(channels, bound))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(pool), nn.Flatten(), nn.Linear(channels * pool * pool, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.equilibrium(self.stem(images)))

@@ -1,0 +1,29 @@
+"""Inputs of mean zero and variance one, as a layer: a saved model takes plain images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std per channel.
+
+    Example:
+        >>> Normalize(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        if len(mean) != len(std) or min(std) <= 0:
+            raise ValueError(f"mean is {tuple(mean)} and std is {tuple(std)}; as many of each, and every std above 0.")
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std

@@ -1,0 +1,14 @@
+"""Kinds of problems by name: each brings its loss, metrics, augmentation and pictures."""
+
+from equipoise.registry import Registry
+from equipoise.tasks.base import Batch, Sums, Task
+
+TASKS = Registry(
+    "task",
+    {
+        "classification": "equipoise.tasks.classification:Classification",
+        "robustness": "equipoise.tasks.robustness:Robustness",
+    },
+)
+
+__all__ = ["TASKS", "Batch", "Sums", "Task"]

@@ -1,0 +1,189 @@
+"""Classification: one label per input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.tasks.augmentation import flip, shift
+from equipoise.tasks.base import Batch, Sums, Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Classification(Task):
+    """Cross entropy and accuracy.
+
+    Args:
+        class_names: of the classes, in the order of their numbers.
+        shift: training images are moved by up to so many pixels either way; 0 for not at all.
+        flip: training images are mirrored at random.
+        label_smoothing: of the training loss.
+        top: also report the accuracy of the so many most likely classes.
+
+    Example:
+        >>> task = Classification(class_names=("cat", "dog"), shift=4, flip=True)
+    """
+
+    best_metric = "accuracy"
+
+    def __init__(
+        self,
+        class_names: tuple[str, ...],
+        shift: int = 0,
+        flip: bool = False,
+        label_smoothing: float = 0.0,
+        top: int = 1,
+    ):
+        if shift < 0:
+            raise ValueError(f"shift is {shift}; it must be 0 or more pixels.")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 1.")
+        if not 1 <= top <= max(len(class_names), 1):
+            raise ValueError(f"top is {top}; it must be between 1 and the number of classes, {len(class_names)}.")
+        if not class_names:
+            raise ValueError("the data set has no classes: choose another data set, or another task.")
+        self.class_names = class_names
+        self.shift, self.flip = shift, flip
+        self.label_smoothing = label_smoothing
+        self.top = top
+
+    def augment(self, batch: Batch, generator: torch.Generator) -> Batch:
+        images, labels = batch
+        if self.shift:
+            images = shift(images, self.shift, generator)
+        if self.flip:
+            images = flip(images, generator)
+        return images, labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
+        images, labels = batch
+        logits = model(images)
+        loss = functional.cross_entropy(
+            logits.float() if logits.dtype.itemsize < 4 else logits, labels, label_smoothing=self.label_smoothing
+        )
+        return loss, self.sums(logits.detach(), labels)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        images, labels = batch
+        logits = model(images)
+        sums = self.sums(logits, labels)
+        pairs = labels * len(self.class_names) + logits.argmax(1)
+        size = len(self.class_names)
+        sums["confusion"] = torch.bincount(pairs, minlength=size * size).view(size, size)  # rows: truth
+        return sums
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Sums:
+        """What both training and evaluation add up."""
+        logits = logits.double()
+        sums = {
+            "samples": torch.tensor(len(labels)),
+            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
+            "correct": (logits.argmax(1) == labels).sum(),
+        }
+        if self.top > 1:
+            sums["top"] = (logits.topk(self.top).indices == labels[:, None]).sum()
+        return sums
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        samples = sums["samples"].item()
+        metrics = {"accuracy": sums["correct"].item() / samples, "loss": sums["loss"].item() / samples}
+        if self.top > 1:
+            metrics[f"top-{self.top} accuracy"] = sums["top"].item() / samples
+        return metrics
+
+    def predict(self, model: nn.Module, inputs: Tensor) -> list[dict[str, Any]]:
+        with torch.no_grad():
+            chances, classes = model(inputs).softmax(1).topk(min(3, len(self.class_names)))
+        return [
+            {
+                "class": self.class_names[c[0]],
+                "probability": p[0],
+                "next": {self.class_names[i]: q for i, q in zip(c[1:], p[1:], strict=True)},
+            }
+            for c, p in zip(classes.tolist(), chances.tolist(), strict=True)
+        ]
+
+    def pictures(
+        self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
+    ) -> Iterator[tuple[str, Figure]]:
+        if "confusion" in sums:
+            yield "Confusion matrix", confusion_figure(sums["confusion"], self.class_names)
+        yield "Worst examples", self.worst_figure(model, batches())
+
+    @torch.no_grad()
+    def worst_figure(self, model: nn.Module, batches: Iterator[Batch], count: int = 24) -> Figure:
+        """The test images with the largest loss: what they are, what the model takes them for, how sure it is."""
+        worst: list[tuple[float, Tensor, int, int, float]] = []
+        for images, labels in batches:
+            logits = model(images)
+            losses = functional.cross_entropy(logits, labels, reduction="none")
+            chances, guesses = logits.softmax(1).max(1)
+            for row in losses.topk(min(count, len(losses))).indices.tolist():
+                image = images[row].float().cpu()
+                worst.append((losses[row].item(), image, int(labels[row]), int(guesses[row]), chances[row].item()))
+            worst = sorted(worst, key=lambda entry: -entry[0])[:count]
+        return image_grid(
+            [
+                (image, f"{self.class_names[truth]}, taken for\n{self.class_names[guess]} ({chance:.0%})")
+                for _, image, truth, guess, chance in worst
+            ]
+        )
+
+
+def confusion_figure(confusion: Tensor, names: tuple[str, ...]) -> Figure:
+    """How often each class is taken for each other; numbers are written into the cells of small matrices."""
+    from matplotlib.figure import Figure
+
+    size = len(names)
+    share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
+    figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
+    axis = figure.subplots()
+    drawn = axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(drawn, ax=axis, label="share of the class", shrink=0.8)
+    axis.set(xlabel="taken for", ylabel="class")
+    if size <= 20:
+        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
+        axis.set_xticks(range(size), names, **turned)
+        axis.set_yticks(range(size), names)
+        for truth in range(size):
+            for guess in range(size):
+                if number := int(confusion[truth, guess]):
+                    color = "white" if share[truth, guess] > 0.5 else "0.2"
+                    axis.text(
+                        guess,
+                        truth,
+                        str(number),
+                        ha="center",
+                        va="center",
+                        color=color,
+                        fontsize=9 if size <= 12 else 6,
+                    )
+    return figure
+
+
+def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
+    """Images in [0, 1] with a caption each."""
+    from matplotlib.figure import Figure
+
+    rows = max(1, math.ceil(len(entries) / columns))
+    figure = Figure(figsize=(1.35 * columns, 1.75 * rows), layout="constrained")
+    for axis in figure.subplots(rows, columns, squeeze=False).flat:
+        axis.axis("off")
+    for axis, (image, caption) in zip(figure.axes, entries, strict=False):
+        picture = image.clamp(0, 1).permute(1, 2, 0)
+        axis.imshow(
+            picture[..., 0] if picture.shape[2] == 1 else picture[..., :3],
+            cmap="gray",
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
+        )
+        axis.set_title(caption, fontsize=7)
+    return figure
