@@ -6,16 +6,28 @@ A model's output is a point z* = f(z*, x) found by a solver instead of a stack o
 
     layer = eq.Equilibrium(f)      # f(z, x) -> z
     y = layer(x)                   # differentiable, each sample solved to its own tolerance
+
+Models, tasks and the lab (data, recipes, training, the command ``equipoise``) are loaded when first used.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
-from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point
+from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
 from equipoise.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import GMRES, Anderson, BiCGStab, Broyden, NewtonKrylov, Picard, Progress, Solver
 from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, jacobian_penalty, spectral_radius
 from equipoise.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from equipoise import lab, models, tasks
+    from equipoise.lab.loading import load
+    from equipoise.models import create_model, list_models
 
 __version__ = "0.1.0"
 
@@ -46,8 +58,26 @@ __all__ = [
     "WeightNorm",
     "check_gradients",
     "compare_solvers",
+    "create_model",
     "diagnose",
     "fixed_point",
     "jacobian_penalty",
+    "lab",
+    "list_models",
+    "load",
+    "models",
     "spectral_radius",
+    "tasks",
+    "watch_solves",
 ]
+
+LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", "load": "equipoise.lab.loading"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is loaded when first used."""
+    if name in ("lab", "models", "tasks"):
+        return importlib.import_module(f"equipoise.{name}")
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
+    raise AttributeError(f"module 'equipoise' has no attribute {name!r}")

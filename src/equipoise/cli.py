@@ -1,0 +1,478 @@
+"""The command ``equipoise``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import equipoise
+from equipoise.registry import MissingPackage, UnknownOption
+
+if TYPE_CHECKING:
+    from equipoise.lab.machine import Machine
+    from equipoise.lab.recipes import Source
+    from equipoise.lab.runs import Run
+
+DEFAULT_RECIPE = "core/digits"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a misspelt word with the nearest one it knows."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
+            known = [word.strip("' ") for word in found[2].split(",")]
+            message = f"there is no {found[1]!r};{hint(found[1], known)} known: {', '.join(known)}."
+        print(f"{self.prog}: {message}\nSee {self.prog} --help.", file=sys.stderr)
+        raise SystemExit(2)
+
+    def options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def hint(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" did you mean {near[0]!r}?" if near else ""
+
+
+def parser() -> Parser:
+    """The whole command line; every command has an example."""
+    top = Parser(
+        prog="equipoise",
+        description="Train, look at and reproduce equilibrium networks.",
+        epilog="Example: equipoise train core/digits && equipoise report runs/core-digits-001",
+    )
+    top.add_argument("--version", action="version", version=f"equipoise {equipoise.__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
+
+    def command(
+        name: str, run: Callable[[Any], int | None], about: str, example: str, parent: Any = commands
+    ) -> Parser:
+        made = parent.add_parser(name, help=about, description=about, epilog=f"Example: {example}")
+        made.set_defaults(run=run, parser=made)
+        made.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        return made
+
+    def recipe_arguments(made: Parser, what: str, default: str | None = None) -> None:
+        made.add_argument(
+            "recipe",
+            metavar=what,
+            nargs="?" if default else None,
+            default=default,
+            help="see `equipoise recipes`; or a .toml file" + (f" (default: {default})" if default else ""),
+        )
+        made.add_argument(
+            "changes", metavar="key=value", nargs="*", help="changes of the recipe, such as optimizer.lr=0.01"
+        )
+        made.add_argument(
+            "--budget",
+            help="how much to spend: smoke (seconds), small (within an hour on 2 cores), paper (as is; the default)",
+        )
+        made.add_argument(
+            "--runs",
+            type=Path,
+            default=Path("runs"),
+            metavar="DIR",
+            help="where the run's folder is made (default: runs)",
+        )
+
+    def machine_arguments(made: Parser) -> None:
+        made.add_argument(
+            "--data",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="DIR",
+            help="look for data here first; may be given several times",
+        )
+        made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+        made.add_argument("--threads", type=int, help="threads of torch on the CPU")
+
+    made = command(
+        "train", train, "Train a recipe.", "equipoise train core/mnist --budget small optimizer.lr=0.005 seeds=3"
+    )
+    recipe_arguments(made, "RECIPE", DEFAULT_RECIPE)
+    made.add_argument("--report", action="store_true", help="write the report when training has ended")
+    machine_arguments(made)
+
+    made = command(
+        "resume", resume, "Continue a run that was stopped, bit for bit.", "equipoise resume runs/core-mnist-001"
+    )
+    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of a sweep over seeds")
+    machine_arguments(made)
+
+    made = command(
+        "evaluate",
+        evaluate,
+        "Measure a trained run.",
+        "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
+    )
+    made.add_argument("folder", metavar="RUN", type=Path)
+    made.add_argument("changes", metavar="key=value", nargs="*", help="options of the task, such as radius=0.1")
+    made.add_argument("--task", help="measure under another task than the run's own")
+    made.add_argument("--split", choices=("train", "val", "test"), default="test")
+    made.add_argument("--weights", choices=("best", "last"), default="best")
+    made.add_argument("--limit", type=int, help="only the first so many samples")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file, too")
+    machine_arguments(made)
+
+    made = command(
+        "predict", predict, "Say what a trained run makes of images.", "equipoise predict runs/core-mnist-001 seven.png"
+    )
+    made.add_argument("folder", metavar="RUN", type=Path)
+    made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
+    made.add_argument("--weights", choices=("best", "last"), default="best")
+    made.add_argument("--json", action="store_true", help="print one line of JSON per image")
+    machine_arguments(made)
+
+    made = command(
+        "report",
+        report,
+        "Write a page with curves, pictures and numbers of one or several runs.",
+        "equipoise report runs/core-digits-001 runs/core-digits-002",
+    )
+    made.add_argument("folders", metavar="RUN", type=Path, nargs="+")
+    made.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write it (default: report.html in the first run's folder)"
+    )
+    machine_arguments(made)
+
+    made = command(
+        "reproduce",
+        reproduce,
+        "Train every row of a published table and print paper beside measured.",
+        "equipoise reproduce core/table --budget small",
+    )
+    recipe_arguments(made, "TABLE")
+    machine_arguments(made)
+
+    made = command(
+        "figure",
+        figure,
+        "Draw a published figure, training what it needs.",
+        "equipoise figure core/convergence --budget small",
+    )
+    recipe_arguments(made, "FIGURE")
+    made.add_argument(
+        "--run",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="a trained run to draw from, in the order of the figure's recipes",
+    )
+    made.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the picture (default: in the runs folder)"
+    )
+    machine_arguments(made)
+
+    made = command(
+        "recipes", recipes, "List recipes, tables and figures, or print one.", "equipoise recipes core/digits"
+    )
+    made.add_argument("recipe", metavar="RECIPE", nargs="?")
+
+    made = command("runs", runs, "List runs.", "equipoise runs")
+    made.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"))
+
+    data = command("data", lambda _: None, "List, get and check data sets.", "equipoise data get mnist")
+    actions = data.add_subparsers(metavar="ACTION", dest="action", required=True, parser_class=Parser)
+    made = command("list", data_list, "List data sets and where they were found.", "equipoise data list", actions)
+    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+    made = command("get", data_get, "Download a data set, check it, unpack it.", "equipoise data get mnist", actions)
+    made.add_argument("name", metavar="NAME")
+    made.add_argument("--to", type=Path, metavar="DIR", help="where to keep it (default: the cache folder)")
+    made = command(
+        "check",
+        data_check,
+        "Compare files with their published checksums and read them.",
+        "equipoise data check mnist",
+        actions,
+    )
+    made.add_argument("name", metavar="NAME", nargs="?", help="default: every set that is found")
+    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+
+    made = command("doctor", doctor, "Check installation, devices, data and a short solve.", "equipoise doctor")
+    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+    return top
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code. Mistakes of the user get a sentence, not a traceback."""
+    top = parser()
+    arguments, rest = top.parse_known_args(words)
+    if hasattr(arguments, "changes"):  # argparse takes no more of a list once an option has come between
+        arguments.changes += [word for word in rest if re.match(r"[\w.-]+=", word) and not word.startswith("-")]
+        rest = [word for word in rest if word not in arguments.changes]
+    if rest:
+        command: Parser = arguments.parser
+        word = rest[0].partition("=")[0]
+        command.error(
+            f"there is no argument {rest[0]!r};{hint(word, command.options())} options: {', '.join(command.options())}."
+        )
+    try:
+        return arguments.run(arguments) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
+        if arguments.traceback or is_a_defect(error):
+            raise
+        print(f"equipoise: {sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def is_a_defect(error: Exception) -> bool:
+    """Whether an error says nothing to a person: a traceback then helps more."""
+    from equipoise.solution import ConvergenceError
+
+    if isinstance(error, KeyError | IndexError | UnicodeDecodeError):
+        return True
+    ours = isinstance(error, ConvergenceError) or type(error).__module__.startswith("equipoise.")
+    return isinstance(error, RuntimeError) and not ours and not isinstance(error, NotImplementedError)
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and not isinstance(error, MissingPackage):
+        return f"the package {error.name!r} is not installed: pip install 'equipoise[lab]'."
+    return str(error)
+
+
+def machine_of(arguments: Any) -> Any:
+    from equipoise.lab.machine import this_machine
+
+    return this_machine(arguments.device, arguments.threads)
+
+
+# Training
+
+
+def train(arguments: Any) -> int:
+    from equipoise.lab import recipes as lab_recipes
+    from equipoise.lab.build import check
+    from equipoise.lab.sweeps import train_recipe
+
+    if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
+        arguments.changes.insert(0, arguments.recipe)
+        arguments.recipe = DEFAULT_RECIPE
+    source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
+    require_recipe(source, arguments.recipe)
+    check(source)
+    with machine_of(arguments) as machine:
+        return to_the_end(
+            machine,
+            lambda: train_recipe(
+                source, arguments.runs, machine, arguments.data, report=getattr(arguments, "report", False)
+            ),
+        )
+
+
+def require_recipe(source: Source, name: str) -> None:
+    from equipoise.lab.recipes import FigureSpec, RecipeError, Table, kind_of
+
+    verb = {Table: "reproduce", FigureSpec: "figure"}.get(kind_of(source))
+    if verb:
+        raise RecipeError(f"{name} is a {kind_of(source).__name__.lower()}, not a recipe: equipoise {verb} {name}.")
+
+
+def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
+    """Run training; when it is asked to stop, say how to go on."""
+    from equipoise.lab.sweeps import Stopped
+
+    try:
+        work()
+    except Stopped as stopped:
+        if machine.leads:
+            print(f"stopped at step {stopped.step} and saved; continue with: equipoise resume {stopped.folder}")
+        return 128 + stopped.number
+    return 0
+
+
+def resume(arguments: Any) -> int:
+    from equipoise.lab.sweeps import resume_folder
+
+    with machine_of(arguments) as machine:
+        return to_the_end(machine, lambda: resume_folder(arguments.folder, machine, arguments.data))
+
+
+# Looking
+
+
+def evaluate(arguments: Any) -> None:
+    from equipoise.lab.files import write_json
+    from equipoise.lab.looking import evaluate_run
+
+    with machine_of(arguments) as machine:
+        found = evaluate_run(
+            open_run(arguments.folder),
+            machine,
+            arguments.data,
+            split=arguments.split,
+            weights=arguments.weights,
+            task=arguments.task,
+            changes=arguments.changes,
+            limit=arguments.limit,
+        )
+        if machine.leads:
+            print_numbers(found.metrics)
+            print_solver(found.solver)
+            if arguments.json:
+                write_json(arguments.json, found.record())
+
+
+def print_numbers(metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        print(f"{name:<18}{value:.2%}" if "accuracy" in name else f"{name:<18}{value:.4g}")
+
+
+def print_solver(solver: dict[str, Any]) -> None:
+    for direction, numbers in solver.items():
+        steps, residual = numbers["steps"], numbers["residual"]
+        print(
+            f"{direction + ' solves':<18}{1 - numbers['failed']:.2%} of {numbers['samples']} converged; "
+            f"steps median {steps['median']}, most {steps['most']}; "
+            f"residual median {residual['median']:.1e}, worst {residual['worst']:.1e}"
+        )
+
+
+def predict(arguments: Any) -> None:
+    from equipoise.lab.looking import predict_images
+
+    with machine_of(arguments) as machine:
+        answers = predict_images(open_run(arguments.folder), arguments.images, machine, arguments.weights)
+    for image, answer in zip(arguments.images, answers, strict=True):
+        if arguments.json:
+            print(json.dumps({"image": str(image), **answer}))
+        else:
+            print(f"{image}: " + ", ".join(f"{name} {shown(value)}" for name, value in answer.items()))
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name} {shown(entry)}" for name, entry in value.items()) + ")"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def report(arguments: Any) -> None:
+    from equipoise.lab.report import write_report
+
+    with machine_of(arguments) as machine:
+        path = write_report(
+            [open_run(folder) for folder in run_folders(arguments.folders)], machine, arguments.data, arguments.out
+        )
+    print(f"report            {path}")
+
+
+def run_folders(folders: list[Path]) -> list[Path]:
+    """Sweeps stand for their runs."""
+    found: list[Path] = []
+    for folder in folders:
+        found += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
+    return found
+
+
+def open_run(folder: Path) -> Run:
+    from equipoise.lab import runs as lab_runs
+
+    return lab_runs.open_run(folder)
+
+
+def reproduce(arguments: Any) -> int:
+    from equipoise.lab.reproduce import reproduce_table
+
+    with machine_of(arguments) as machine:
+        return to_the_end(
+            machine,
+            lambda: reproduce_table(
+                arguments.recipe, arguments.budget, arguments.changes, arguments.runs, machine, arguments.data
+            ),
+        )
+
+
+def figure(arguments: Any) -> int:
+    from equipoise.lab.reproduce import draw_figure
+
+    with machine_of(arguments) as machine:
+        return to_the_end(
+            machine,
+            lambda: draw_figure(
+                arguments.recipe,
+                arguments.budget,
+                arguments.changes,
+                arguments.run,
+                arguments.runs,
+                machine,
+                arguments.data,
+                arguments.out,
+            ),
+        )
+
+
+def recipes(arguments: Any) -> None:
+    from equipoise.lab.listing import recipe_rows, recipe_text
+
+    if arguments.recipe:
+        print(recipe_text(arguments.recipe), end="")
+    else:
+        print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
+
+
+def runs(arguments: Any) -> None:
+    from equipoise.lab.listing import run_rows
+
+    rows = run_rows(arguments.folder)
+    if rows:
+        print_table(("run", "recipe", "status", "epochs", "validation", "test", "time"), rows)
+    else:
+        print(f"no runs in {arguments.folder}; `equipoise train` makes one.")
+
+
+# Data
+
+
+def data_list(arguments: Any) -> None:
+    from equipoise.lab.listing import data_rows
+
+    rows, hints = data_rows(arguments.data)
+    print_table(("name", "samples", "found in", "terms"), rows)
+    for name, how in hints.items():
+        print(f"\nto get {name}: {how}")
+
+
+def data_get(arguments: Any) -> None:
+    from equipoise.lab.listing import get_data
+
+    for path in get_data(arguments.name, arguments.to):
+        print(path)
+
+
+def data_check(arguments: Any) -> int:
+    from equipoise.lab.listing import check_rows
+
+    rows, sound = check_rows(arguments.name, arguments.data)
+    print_table(("set", "file", "verdict"), rows)
+    return 0 if sound else 1
+
+
+def doctor(arguments: Any) -> int:
+    from equipoise.lab.doctor import examine
+
+    return 0 if examine(arguments.data) else 1
+
+
+def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Columns as wide as what stands in them."""
+    lines = [[str(cell) for cell in row] for row in [heading, *rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

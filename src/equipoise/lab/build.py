@@ -1,0 +1,191 @@
+"""From a recipe's words to objects: model, task, solver, optimizer, schedule. Mistakes are named with their line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from equipoise.fixed_point import Equilibrium
+from equipoise.lab.recipes import Named, Recipe, Source, Where
+from equipoise.models import MODELS
+from equipoise.registry import Registry, UnknownOption, call, look_in
+from equipoise.tasks import TASKS, Task
+from equipoise.tolerance import Tolerance
+
+SOLVERS = Registry(
+    "solver",
+    {
+        "picard": "equipoise.solvers:Picard",
+        "anderson": "equipoise.solvers:Anderson",
+        "broyden": "equipoise.solvers:Broyden",
+        "newton-krylov": "equipoise.solvers:NewtonKrylov",
+        "gmres": "equipoise.solvers:GMRES",
+        "bicgstab": "equipoise.solvers:BiCGStab",
+    },
+)
+GRADIENTS = Registry(
+    "gradient",
+    {
+        "implicit": "equipoise.gradients:ImplicitGradient",
+        "phantom": "equipoise.gradients:PhantomGradient",
+        "unrolled": "equipoise.gradients:UnrolledGradient",
+    },
+)
+OPTIMIZERS = Registry(
+    "optimizer",
+    {
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+        "adamw": "torch.optim:AdamW",
+        "nadam": "torch.optim:NAdam",
+        "rmsprop": "torch.optim:RMSprop",
+        "adagrad": "torch.optim:Adagrad",
+    },
+)
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "constant": "equipoise.lab.schedules:constant",
+        "step": "equipoise.lab.schedules:step",
+        "cosine": "equipoise.lab.schedules:cosine",
+        "one-cycle": "equipoise.lab.schedules:one_cycle",
+    },
+)
+
+
+@contextmanager
+def located(where: Where, section: str) -> Iterator[None]:
+    """Say in which line of the recipe the mistake is."""
+    try:
+        yield
+    except UnknownOption as error:
+        raise where.error((section, error.option), str(error)) from None
+    except LookupError as error:  # an unknown name
+        raise where.error((section, "name"), str(error)) from None
+    except (TypeError, ValueError) as error:
+        raise where.error((section,), f"{section}: {error}") from error
+
+
+def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, section: str) -> Any:
+    """The thing that a section of the recipe names, made with the section's options."""
+    with located(where, section):
+        kind = registry[named.name]
+        return call(kind, named.options, facts, f"{registry.kind} {named.name!r}")
+
+
+def find_outside(source: Source) -> None:
+    """Let names such as "my_module:MyNet" be found beside the recipe, and in the current folder."""
+    look_in(*([source.folder] if source.folder else []), ".")
+
+
+def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Module:
+    """The model, every Equilibrium in it solved as the recipe says."""
+    model = make(MODELS, recipe.model, facts, where, "model")
+    if not isinstance(model, nn.Module):
+        raise where.error(
+            ("model", "name"), f"model {recipe.model.name!r} is a {type(model).__name__}; it must be a torch.nn.Module."
+        )
+    settings = equilibrium_settings(recipe, where)
+    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
+    if settings and not layers:
+        section = next(iter(settings))
+        raise where.error(
+            (section,), f"{section}: the model {recipe.model.name!r} has no equipoise.Equilibrium to set it for."
+        )
+    for layer in layers:
+        for name, value in settings.items():
+            setattr(layer, name, value)
+    return model
+
+
+def equilibrium_settings(recipe: Recipe, where: Where) -> dict[str, Any]:
+    """The solver, tolerance and gradient rule that the recipe names; what it does not name stays the model's own."""
+    settings: dict[str, Any] = {}
+    if recipe.solver is not None:
+        settings["solver"] = nested(SOLVERS, recipe.solver, where, "solver")
+    if recipe.tolerance is not None:
+        with located(where, "tolerance"):
+            settings["tolerance"] = call(Tolerance, recipe.tolerance, {}, "tolerance")
+    if recipe.gradient is not None:
+        settings["gradient"] = nested(GRADIENTS, recipe.gradient, where, "gradient")
+    return settings
+
+
+def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
+    """A thing with solvers or tolerances among its options: ``gradient = {solver = {name = "gmres"}}``."""
+    options = dict(named.options)
+    for key, value in named.options.items():
+        if isinstance(value, dict):
+            with located(where, section):
+                if "name" in value:
+                    inner = Named(value["name"], {k: v for k, v in value.items() if k != "name"})
+                    options[key] = call(SOLVERS[inner.name], inner.options, {}, f"solver {inner.name!r}")
+                else:
+                    options[key] = call(Tolerance, value, {}, f"{section}.{key}")
+    return make(registry, Named(named.name, options), {}, where, section)
+
+
+def build_task(recipe: Recipe, facts: dict[str, Any], where: Where) -> Task:
+    """The task of the recipe, which must be a Task."""
+    task = make(TASKS, recipe.task, facts, where, "task")
+    if not isinstance(task, Task):
+        raise where.error(
+            ("task", "name"),
+            f"task {recipe.task.name!r} is a {type(task).__name__}; it must be an equipoise.tasks.Task.",
+        )
+    return task
+
+
+def build_optimizer(recipe: Recipe, parameters: Iterable[Tensor], where: Where) -> Optimizer:
+    return make(OPTIMIZERS, recipe.optimizer, {"params": list(parameters)}, where, "optimizer")
+
+
+def build_schedule(recipe: Recipe, optimizer: Optimizer, epochs: int, steps: int, where: Where) -> LRScheduler:
+    """The schedule over ``epochs`` epochs of ``steps`` steps each."""
+    facts = {"optimizer": optimizer, "epochs": epochs, "steps": steps}
+    return make(SCHEDULES, recipe.schedule, facts, where, "schedule")
+
+
+def check(source: Source) -> Recipe:
+    """Read a recipe and build all that needs no data, so that mistakes show before anything is loaded."""
+    find_outside(source)
+    recipe: Recipe = source.read(Recipe)
+    limits(recipe, source.where)
+    for number in range(len(recipe.phases)):
+        phase = source.phase(number)
+        equilibrium_settings(phase, source.where)
+        optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], source.where)
+        build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, source.where)
+        for registry, named, section in ((MODELS, phase.model, "model"), (TASKS, phase.task, "task")):
+            with located(source.where, section):
+                registry[named.name]
+    return recipe
+
+
+def limits(recipe: Recipe, where: Where) -> None:
+    """Numbers that make no sense are refused at the door."""
+    for path, allowed, sentence in (
+        (("seeds",), recipe.seeds >= 1, "at least 1"),
+        (("seed",), recipe.seed >= 0, "0 or more"),
+        (("data", "validation"), recipe.data.validation >= 0, "0 or more: a share below 1, or a number of samples"),
+        (("data", "limit"), recipe.data.limit is None or recipe.data.limit >= 1, "at least 1"),
+        (("training", "batch_size"), recipe.training.batch_size >= 1, "at least 1"),
+        (("training", "evaluation_batch_size"), recipe.training.evaluation_batch_size >= 1, "at least 1"),
+        (("training", "clip"), recipe.training.clip is None or recipe.training.clip > 0, "above 0"),
+        (("training", "log_every"), recipe.training.log_every >= 1, "at least 1"),
+        (("training", "checkpoint_every"), (recipe.training.checkpoint_every or 1) >= 1, "at least 1"),
+        (("failures", "share"), 0 <= recipe.failures.share <= 1, "between 0 and 1"),
+        (("failures", "stop_after"), recipe.failures.stop_after >= 0, "0 (never) or more"),
+        *(((("phases", str(i), "epochs")), phase.epochs >= 1, "at least 1") for i, phase in enumerate(recipe.phases)),
+    ):
+        if not allowed:
+            value: Any = recipe
+            for part in path:
+                value = value[int(part)] if part.isdecimal() else getattr(value, part)
+            raise where.error(path, f"{'.'.join(path)} is {value}; it must be {sentence}.")

@@ -1,0 +1,75 @@
+"""Data sets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split, Subset, TensorSplit
+from equipoise.lab.data.listing import available, check
+from equipoise.lab.data.places import MissingData, Places, cache_folder, search_path
+from equipoise.registry import MissingPackage, Registry, call
+
+__all__ = [
+    "DATA_SETS",
+    "Batch",
+    "DataSet",
+    "FileSplit",
+    "MissingData",
+    "Places",
+    "Split",
+    "Subset",
+    "TensorSplit",
+    "available",
+    "cache_folder",
+    "check",
+    "load",
+    "search_path",
+]
+
+DATA_SETS = Registry(
+    "data set",
+    {
+        "digits": "equipoise.lab.data.arrays:digits",
+        "mnist": "equipoise.lab.data.idx:mnist",
+        "fashion-mnist": "equipoise.lab.data.idx:fashion_mnist",
+        "cifar10": "equipoise.lab.data.cifar:cifar10",
+        "cifar100": "equipoise.lab.data.cifar:cifar100",
+        "svhn": "equipoise.lab.data.arrays:svhn",
+        "omniglot": "equipoise.lab.data.folders:omniglot",
+        "celeba": "equipoise.lab.data.folders:celeba",
+        "imagenette": "equipoise.lab.data.folders:imagenette",
+        "imagenet": "equipoise.lab.data.folders:imagenet",
+        "image-folder": "equipoise.lab.data.folders:image_folder",
+        "camvid": "equipoise.lab.data.scenes:camvid",
+        "cityscapes": "equipoise.lab.data.scenes:cityscapes",
+    },
+)
+
+
+def load(name: str, *, folders: Sequence[str | Path] = (), validation: float = 0.1, **options: Any) -> DataSet:
+    """A data set with a validation split.
+
+    Args:
+        name: of a data set of the table, or ``"my_module:my_data"``: a function of yours that returns a DataSet, and is
+            given a ``Places`` if it has a parameter ``places``.
+        folders: to look for its files in, before ``$EQUIPOISE_DATA``, the cache and the system's.
+        validation: the share (below 1) or number of training samples to hold out; 0 for none.
+        **options: of the data set.
+
+    Example:
+        >>> load("cifar100", labels="coarse").shape
+        (3, 32, 32)
+    """
+    read = DATA_SETS[name]
+    try:
+        data = call(read, options, {"places": Places(name, folders)}, f"data set {name!r}")
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"data set {name!r} needs the package {error.name!r}, which is missing: pip install 'equipoise[lab]'.",
+            name=error.name,
+        ) from error
+    if not isinstance(data, DataSet):
+        raise TypeError(f"data set {name!r} gave a {type(data).__name__}; it must give an equipoise.lab.data.DataSet.")
+    return data.with_validation(validation)

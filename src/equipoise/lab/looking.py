@@ -1,0 +1,116 @@
+"""Looking at a trained run: measure it again, ask it about images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.lab import checkpoints
+from equipoise.lab.build import build_task, find_outside
+from equipoise.lab.data import DataSet
+from equipoise.lab.data.base import Subset
+from equipoise.lab.evaluate import Evaluation, Setting, evaluate, quiet_failures
+from equipoise.lab.loading import data_facts, load, weights_file
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import Named, Recipe, RecipeError, Where, parse_override
+from equipoise.lab.runs import Run
+from equipoise.lab.train import load_data
+from equipoise.tasks import Task
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model with its task and all that is needed to use it."""
+
+    model: nn.Module
+    task: Task
+    recipe: Recipe
+    facts: dict[str, Any]  # about the data it was trained on
+    setting: Setting
+    file: Path
+
+
+def open_trained(
+    run: Run, machine: Machine, weights: str = "best", task: str | None = None, changes: Sequence[str] = ()
+) -> Trained:
+    """A run's model and task; the task may be another one, with other options.
+
+    Args:
+        task: the name of another task; None is the run's own.
+        changes: options of the task as ``"key=value"``.
+    """
+    file = weights_file(run, weights)
+    _, saved = checkpoints.read(file)
+    source = run.source
+    find_outside(source)
+    recipe = source.phase(saved["phase"])
+    where = Where("command line")
+    options = dict(parse_override(text) for text in changes)
+    if task is not None and task != recipe.task.name:
+        recipe = replace(recipe, task=Named(task, options))
+    else:
+        recipe = replace(recipe, task=Named(recipe.task.name, {**recipe.task.options, **options}))
+    facts = data_facts(saved["data"])
+    setting = Setting(recipe.training, machine)
+    return Trained(setting.place(load(file)).eval(), build_task(recipe, facts, where), recipe, facts, setting, file)
+
+
+def evaluate_run(
+    run: Run,
+    machine: Machine,
+    folders: Sequence[Path] = (),
+    *,
+    split: str = "test",
+    weights: str = "best",
+    task: str | None = None,
+    changes: Sequence[str] = (),
+    limit: int | None = None,
+) -> Evaluation:
+    """Measure a trained run on a split of its data."""
+    trained = open_trained(run, machine, weights, task, changes)
+    data: DataSet = load_data(trained.recipe, tuple(folders))
+    samples = getattr(data, split)
+    if samples is None:
+        raise ValueError(f"{data.name} has no split {split!r} in this run: it was trained with data.validation = 0.")
+    if limit is not None:
+        if limit < 1:
+            raise ValueError(f"--limit is {limit}; it must be at least 1.")
+        samples = Subset(samples, torch.arange(min(limit, len(samples))))
+    size = trained.recipe.training.evaluation_batch_size
+    return evaluate(trained.model, trained.task, samples, trained.setting, machine, size, trained.recipe.seed)
+
+
+def predict_images(run: Run, images: Sequence[Path], machine: Machine, weights: str = "best") -> list[dict[str, Any]]:
+    """What a trained run makes of image files, brought to the size and channels it was trained on."""
+    trained = open_trained(run, machine, weights)
+    pixels = torch.stack([read_image(path, trained.facts["shape"]) for path in images])
+    (inputs,) = trained.setting.prepare(trained.task, (pixels.to(machine.device),))
+    with quiet_failures(), trained.setting.autocast():
+        return trained.task.predict(trained.model, inputs)
+
+
+def read_image(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """An image file as uint8 of the given shape: the largest centred part with its proportions, resized."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise RecipeError(
+            f"the run was trained on inputs of shape {shape}; only images with 1 or 3 channels can be read from files."
+        )
+    channels, height, width = shape
+    try:
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened).convert("L" if channels == 1 else "RGB")
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}.") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"{path} is not an image that can be read: {error}.") from None
+    image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+    return (
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)
+    )

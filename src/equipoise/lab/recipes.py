@@ -1,0 +1,357 @@
+"""Recipes: one TOML file per experiment, read into dataclasses; every mistake is named with its file and line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from equipoise.registry import unknown
+
+
+class RecipeError(ValueError):
+    """Something in a recipe, or on the command line, is not right; the message says where and what is."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where the experiment comes from."""
+
+    system: str = ""  # "mondeq", "mdeq", ...
+    aim: str = ""  # the number to reach, and where it is printed
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A thing chosen by its name, with options of its own: every key of the section that is not ``name``."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which data set; options of its own are the section's other keys."""
+
+    name: str
+    validation: float = 0.1  # of the training samples held out to choose by: a share, or a number; 0 for none
+    limit: int | None = None  # use only so many samples of each split (for trying things out)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the loop runs."""
+
+    batch_size: int = 128  # over all processes together
+    evaluation_batch_size: int = 250
+    clip: float | None = None  # longest gradient; longer ones are shortened to it
+    precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"  # the last two by autocast
+    channels_last: bool = False
+    test: Literal["end", "epoch"] = "end"  # measured for the record only; the best weights are chosen on validation
+    log_every: int = 20  # steps between two lines of the log
+    checkpoint_every: int | None = None  # steps between two checkpoints, besides one after every epoch
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What happens when solves fail while training. A step whose loss or gradient is not finite is never applied."""
+
+    policy: Literal["report", "skip"] = "report"  # "skip" does not apply the gradient of a failed step
+    share: float = 0.5  # a step has failed when more than this share of its samples did not converge
+    stop_after: int = 50  # failed steps in a row end the training, checkpoint saved; 0 for never
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training. A section given here changes the recipe's for the length of the phase."""
+
+    epochs: int
+    name: str = ""
+    task: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None  # the model is rebuilt with these options and keeps its weights
+    solver: dict[str, Any] | None = None
+    tolerance: dict[str, Any] | None = None
+    gradient: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+    schedule: dict[str, Any] | None = None  # runs over this phase alone; the recipe's own runs over all phases
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One experiment."""
+
+    title: str
+    data: Data
+    model: Named
+    phases: tuple[Phase, ...]
+    paper: Paper = Paper()
+    task: Named = Named("classification")
+    solver: Named | None = None  # of every Equilibrium in the model; None leaves the model's own
+    tolerance: dict[str, Any] | None = None
+    gradient: Named | None = None
+    optimizer: Named = Named("adam")
+    schedule: Named = Named("constant")
+    training: Training = Training()
+    failures: Failures = Failures()
+    seed: int = 0
+    seeds: int = 1  # runs, with seed, seed + 1, ...
+    budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes by dotted key: smoke, small, ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a recipe, with changes, beside what the paper prints."""
+
+    recipe: str
+    label: str
+    metric: str = "accuracy"
+    paper: float | None = None
+    spread: float | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table: recipes side by side."""
+
+    title: str
+    rows: tuple[Row, ...]
+    paper: Paper = Paper()
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """A published figure: a function that draws it from trained recipes."""
+
+    title: str
+    figure: str  # a name of equipoise.lab.figures, or "my_module:draw"
+    recipes: tuple[str, ...]
+    paper: Paper = Paper()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Where:
+    """Where each key was written: a line of the file, or the command line."""
+
+    def __init__(self, name: str, text: str = ""):
+        self.name = name
+        self.lines = dict(key_lines(text))
+        self.places: dict[tuple[str, ...], str] = {}
+
+    def note(self, path: tuple[str, ...], place: str) -> None:
+        """From now on this key comes from another place."""
+        self.places[path] = place
+
+    def __call__(self, path: tuple[str, ...]) -> str:
+        """The place of a key, or of the nearest thing around it."""
+        for end in range(len(path), 0, -1):
+            for key, place in self.places.items():
+                if path[:end] == key:
+                    return place
+            if path[:end] in self.lines:
+                return f"{self.name}, line {self.lines[path[:end]]}"
+        return self.name
+
+    def error(self, path: tuple[str, ...], message: str) -> RecipeError:
+        return RecipeError(f"{self(path)}: {message}")
+
+
+def key_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Line numbers of the headings and keys of a TOML text (tomllib reads, but does not tell where)."""
+    section: tuple[str, ...] = ()
+    counts: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if heading := re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]", line):
+            section = tuple(part.strip().strip("\"'") for part in heading[2].split("."))
+            if heading[1] == "[[":
+                counts[section] = counts.get(section, -1) + 1
+            section = with_counts(section, counts)
+            yield section, number
+        elif key := re.match(r"\s*(\"[^\"]+\"|'[^']+'|[\w.-]+)\s*=", line):
+            quoted = key[1][0] in "\"'"
+            parts = (key[1][1:-1],) if quoted else tuple(key[1].split("."))
+            yield section + parts, number
+
+
+def with_counts(section: tuple[str, ...], counts: dict[tuple[str, ...], int]) -> tuple[str, ...]:
+    """A heading's path with the number of the entry after every name that is a list: ("phases", "0", "task")."""
+    path: list[str] = []
+    for end, part in enumerate(section, 1):
+        path.append(part)
+        if section[:end] in counts:
+            path.append(str(counts[section[:end]]))
+    return tuple(path)
+
+
+def read(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> Any:
+    """A value of the given type from what TOML gives, checked; the one reader of recipes and of the command line."""
+    if dataclasses.is_dataclass(kind):
+        return read_table(kind, value, path, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    dotted = ".".join(path)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [k for k in arguments if k is not type(None)]
+        return None if value is None else read(kinds[0], value, path, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise where.error(path, f"{dotted} is {value!r}; " + unknown("such value", str(value), map(str, arguments)))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list) or not value:
+            raise where.error(path, f"{dotted} is {value!r}; it must be a list with at least one entry.")
+        return tuple(read(arguments[0], entry, (*path, str(i)), where) for i, entry in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise where.error(path, f"{dotted} is {value!r}; it must be a table of keys and values.")
+        inner = arguments[1]
+        return {key: entry if inner is Any else read(inner, entry, (*path, key), where) for key, entry in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+        raise where.error(path, f"{dotted} is {value!r}; it must be {names[kind]}.")
+    return value
+
+
+def read_table(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> Any:
+    """A dataclass from a table; keys it does not know go to its field ``options``, or are refused if it has none."""
+    if not isinstance(value, dict):
+        raise where.error(path, f"{'.'.join(path)} is {value!r}; it must be a table of keys and values.")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, entry in value.items():
+        if key in fields and key != "options":
+            given[key] = read(hints[key], entry, (*path, key), where)
+        elif "options" in fields:
+            options[key] = entry
+        else:
+            known = unknown("key", key, fields)
+            raise where.error((*path, key), (f"in {'.'.join(path)}, " if path else "") + known)
+    for name, f in fields.items():
+        if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise where.error(path, f"{'.'.join((*path, name))} is missing; it must be given.")
+    return kind(**given, **({"options": options} if "options" in fields else {}))
+
+
+def change(table: dict[str, Any], key: str, value: Any, place: str, where: Where) -> None:
+    """Set a dotted key in nested tables and lists, making tables as needed."""
+    path = tuple(key.split("."))
+    here: Any = table
+    for depth, part in enumerate(path[:-1], 1):
+        if isinstance(here, list):
+            here = here[entry_number(here, part, path[:depth], place)]
+        else:
+            here = here.setdefault(part, {})
+        if not isinstance(here, dict | list):
+            raise RecipeError(f"{place}: {'.'.join(path[:depth])} is {here!r}; it has no keys to set.")
+    if isinstance(here, list):
+        here[entry_number(here, path[-1], path, place)] = value
+    else:
+        here[path[-1]] = value
+    where.note(path, place)
+
+
+def entry_number(entries: list[Any], part: str, path: tuple[str, ...], place: str) -> int:
+    if not part.isdecimal() or int(part) >= len(entries):
+        name = ".".join(path[:-1])
+        raise RecipeError(f"{place}: {'.'.join(path)} does not exist; {name} has the entries 0 to {len(entries) - 1}.")
+    return int(part)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``"optimizer.lr=0.01"`` as a key and a value: TOML where it reads as TOML, else a text."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key.strip()):
+        raise RecipeError(f"{text!r} is not a change of a recipe; write key=value, such as optimizer.lr=0.01.")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recipe as it was asked for: its tables after all changes, where each key came from, and where the file is."""
+
+    name: str
+    tables: dict[str, Any]
+    where: Where = field(compare=False)
+    folder: str = ""  # of a file of the user's own: modules beside it can be named in it
+
+    def read(self, kind: Any) -> Any:
+        return read(kind, self.tables, (), self.where)
+
+    def phase(self, number: int) -> Recipe:
+        """The recipe as it stands in one phase: the phase's sections laid over the recipe's own."""
+        tables = {**self.tables}
+        for section, changes in self.tables["phases"][number].items():
+            if isinstance(changes, dict):
+                before = tables.get(section, {})
+                same = "name" not in changes or changes["name"] == before.get("name")
+                tables[section] = {**before, **changes} if same else changes  # options belong to the thing named
+        return read(Recipe, tables, (), self.where)
+
+
+def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Source:
+    """A recipe of the package by name (``"core/digits"``), or a file of your own (``"mine.toml"``), with changes.
+
+    Args:
+        name: see ``equipoise recipes``; a name that ends in .toml is a file.
+        budget: "smoke", "small" or another budget of the recipe; "paper" or None is the recipe as written.
+        overrides: texts ``"key=value"``.
+
+    Example:
+        >>> open_recipe("core/digits", "smoke", ["optimizer.lr=0.01"]).read(Recipe)
+    """
+    path = Path(name)
+    if name.endswith(".toml"):
+        if not path.is_file():
+            raise RecipeError(f"there is no file {name}.")
+        text, shown, folder = path.read_text(encoding="utf-8"), name, str(path.resolve().parent)
+    else:
+        if name not in (known := recipe_names()):
+            raise RecipeError(unknown("recipe", name, known) + " A file of your own: its path, ending in .toml.")
+        text, shown, folder = (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"recipe {name}", ""
+    where = Where(shown, text)
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{shown}: {error}.") from None
+    if budget not in (None, "paper"):
+        budgets = tables.get("budget", {})
+        if budget not in budgets:
+            raise RecipeError(f"{shown}: {unknown('budget', budget, [*budgets, 'paper'])}")
+        for key, value in budgets[budget].items():
+            change(tables, key, value, where(("budget", budget, key)), where)
+    for override in overrides:
+        key, value = parse_override(override)
+        change(tables, key, value, f"command line, {override}", where)
+    return Source(path.stem if folder else name, tables, where, folder)
+
+
+def recipes_folder() -> Path:
+    return Path(str(resources.files("equipoise"))) / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The names of every recipe, table and figure in the package."""
+    folder = recipes_folder()
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.toml"))
+
+
+def kind_of(source: Source) -> type:
+    """What a file describes: an experiment, a table of them, or a figure."""
+    if "rows" in source.tables:
+        return Table
+    return FigureSpec if "figure" in source.tables else Recipe

@@ -1,0 +1,559 @@
+"""The report of runs: one page that needs nothing beside it, and its table of results as Markdown."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import re
+import shlex
+import statistics
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import equipoise
+from equipoise.fixed_point import Equilibrium
+from equipoise.lab import figures
+from equipoise.lab.data import DataSet
+from equipoise.lab.evaluate import Evaluation, evaluate, parameter_count, prepared, quiet_failures
+from equipoise.lab.files import write_text
+from equipoise.lab.looking import Trained, open_trained
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import Recipe
+from equipoise.lab.runs import Run
+from equipoise.lab.train import load_data
+from equipoise.solution import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORTH_TELLING = 0.01  # of the solves of the test split failed: the page says why and what helps
+
+
+# What a page is made of
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A sentence that must not be missed, and the command that helps."""
+
+    text: str
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A number people look for first."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells, ready to be shown."""
+
+    heading: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image that lies in the page itself; sizes in pixels of the page."""
+
+    title: str
+    alt: str
+    source: str
+    width: int
+    height: int
+    large: bool  # takes a line of its own
+
+
+@dataclass(frozen=True)
+class Part:
+    """A headed part of a run's section."""
+
+    title: str
+    words: str = ""
+    pictures: list[Picture] = field(default_factory=list)
+    table: Table | None = None
+    commands: list[tuple[str, str]] = field(default_factory=list)  # a sentence and a command
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """All there is to say about a run; without a checkpoint or its data, less."""
+
+    run: Run
+    label: str
+    facts: dict[str, Any]
+    recipe: Recipe
+    records: list[dict[str, Any]]
+    result: dict[str, Any] | None
+    status: str
+    trained: Trained | None = None
+    data: DataSet | None = None
+    evaluation: Evaluation | None = None
+    missing: list[Notice] = field(default_factory=list)
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == "epoch"]
+
+    @property
+    def test(self) -> dict[str, Any]:
+        """Metrics of the test split, as training ended or, before that, as measured now."""
+        if self.result is not None:
+            return self.result["test"]
+        return self.evaluation.record() if self.evaluation is not None else {}
+
+    @property
+    def test_metrics(self) -> dict[str, float | None]:
+        return {name: value for name, value in self.test.items() if name != "solver"}
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best validation metric so far."""
+        if self.result is not None or self.trained is None:
+            return (self.result or {}).get("best")
+        task = self.trained.task
+        found = [
+            {"metric": task.best_metric, "value": value, "epoch": record["epoch"]}
+            for record in self.epochs
+            if (value := record.get("val", {}).get(task.best_metric)) is not None
+        ]
+        choose = max if task.best_is_largest else min
+        return choose(found, key=lambda entry: entry["value"]) if found else None
+
+    @property
+    def parameters(self) -> int | None:
+        if self.result is not None:
+            return self.result["parameters"]
+        return parameter_count(self.trained.model) if self.trained is not None else None
+
+    @property
+    def steps(self) -> int:
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def seconds(self) -> float:
+        return self.result["seconds"] if self.result is not None else self.epochs[-1]["seconds"] if self.epochs else 0.0
+
+    @property
+    def command_name(self) -> str:
+        return shlex.quote(str(self.run.folder))
+
+
+def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] = (), out: Path | None = None) -> Path:
+    """Write the page of one run, or of several side by side, and its table as Markdown beside it.
+
+    Args:
+        runs: finished or not; what is missing is said in the page.
+        machine: where to measure the test split.
+        folders: to look for data in first.
+        out: the page's file; None is report.html in the first run's folder.
+
+    Returns:
+        The page's path.
+
+    Example:
+        >>> with this_machine() as machine:
+        ...     write_report([open_run("runs/core-digits-001")], machine)
+    """
+    if not runs:
+        raise ValueError("a report needs at least one run: equipoise report RUN.")
+    path = out or runs[0].folder / "report.html"
+    if path.suffix == ".md":
+        raise ValueError(f"the report's file is {path}; the page and its table beside it (.md) need different names.")
+    if not machine.leads:
+        return path
+    alone = Machine(machine.device)  # the other processes, if any, do not take part
+    looks = [look(run, label, alone, folders) for run, label in zip(runs, labels(runs), strict=True)]
+    write_text(path, page(looks, path.with_suffix(".md").name))
+    write_text(path.with_suffix(".md"), markdown(looks))
+    return path
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The shortest ends of the folders' paths that tell the runs apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(run.folder) for run in runs]
+
+
+# Looking at a run
+
+
+def look(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> Look:
+    """Measure a run as far as it can be."""
+    known = Look(run, label, run.facts, run.recipe, run.records(), run.result, run.status)
+    missing = [] if known.result is not None else [unfinished(known)]
+    if not (run.best.exists() or run.last.exists()):
+        return dataclasses.replace(known, missing=missing)
+    try:
+        trained = open_trained(run, machine)
+    except (ValueError, LookupError, OSError, ImportError) as error:
+        text = f"The model could not be opened, so that nothing was measured: {error}"
+        return dataclasses.replace(known, missing=[*missing, Notice(text)])
+    try:
+        data = load_data(trained.recipe, tuple(folders))
+    except (ValueError, LookupError, OSError, ImportError) as error:
+        text = f"The test split could not be measured, so that its pictures are missing: {error} Then, again:"
+        again = Notice(text, f"equipoise report {known.command_name}")
+        return dataclasses.replace(known, trained=trained, missing=[*missing, again])
+    if data.note:
+        missing.append(Notice(f"About the data: {data.note}"))
+    evaluation = measure(trained, data, machine, label)
+    return dataclasses.replace(known, trained=trained, data=data, evaluation=evaluation, missing=missing)
+
+
+def unfinished(known: Look) -> Notice:
+    """How far the run is, and how to go on."""
+    total = sum(phase.epochs for phase in known.recipe.phases)
+    done = f"{len(known.epochs)} of {total} epochs are done"
+    if known.status == "running":
+        return Notice(
+            f"Training is under way: {done}. To write this page again later:", f"equipoise report {known.command_name}"
+        )
+    if known.status == "interrupted":
+        which = "best weights so far" if known.epochs else "weights so far"
+        text = f"Training has not ended: {done}, and numbers are of the {which}. To continue:"
+    else:
+        text = "Training has not ended and there is no checkpoint yet, so that there is nothing to measure. To train:"
+    return Notice(text, f"equipoise resume {known.command_name}")
+
+
+def measure(trained: Trained, data: DataSet, machine: Machine, label: str) -> Evaluation:
+    """The test split, measured; a terminal sees how far it is."""
+    from tqdm import tqdm
+
+    training, shown = trained.recipe.training, sys.stderr.isatty()
+    with tqdm(total=len(data.test), desc=f"measuring {label}", unit="sample", disable=not shown, leave=False) as bar:
+
+        def each(done: int) -> None:
+            bar.update(done - bar.n)
+
+        size, seed = training.evaluation_batch_size, trained.recipe.seed
+        return evaluate(trained.model, trained.task, data.test, trained.setting, machine, size, seed, each)
+
+
+# The page
+
+
+def page(looks: list[Look], markdown_name: str) -> str:
+    """The whole page."""
+    from jinja2 import Environment, StrictUndefined
+
+    text = (resources.files("equipoise.lab") / "report.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    single = len(looks) == 1
+    logs = {entry.label: entry.records for entry in looks}
+    return template.render(
+        title=looks[0].recipe.title if single else f"Comparison of {len(looks)} runs",
+        subtitle=looks[0].recipe.paper.aim if single else ", ".join(unique(entry.facts["recipe"] for entry in looks)),
+        results=results(looks),
+        curves=[] if single else pictures(figures.comparison(logs), "of all runs"),
+        sections=[section(entry) for entry in looks],
+        version=equipoise.__version__,
+        markdown=markdown_name,
+    )
+
+
+def section(entry: Look) -> dict[str, Any]:
+    """A run's part of the page."""
+    recipe = entry.recipe
+    named = (
+        f"recipe {entry.facts['recipe']}, data set {recipe.data.name}, model {recipe.model.name}, seed {recipe.seed}"
+    )
+    return {
+        "label": entry.label,
+        "status": entry.status,
+        "about": ", ".join((*names, f"seed {recipe.seed}")),
+        "notices": [*entry.missing, *failures(entry)],
+        "cards": list(cards(entry)),
+        "parts": list(parts(entry)),
+    }
+
+
+def cards(entry: Look) -> Iterator[Card]:
+    """The numbers people look for first."""
+    weights = {"best": "best weights", "last": "last weights"}[(entry.result or {}).get("weights", "best")]
+    for name, value in entry.test_metrics.items():
+        yield Card(f"test {name}", shown(name, value), weights)
+    if entry.best is not None:
+        name, value, epoch = entry.best["metric"], entry.best["value"], entry.best["epoch"]
+        yield Card(f"validation {name}", shown(name, value), f"best, after epoch {epoch}")
+    if entry.parameters is not None:
+        yield Card("parameters", f"{entry.parameters:,}", entry.recipe.model.name)
+    if entry.seconds:
+        yield Card("training time", duration(entry.seconds), f"{len(entry.epochs)} epochs, {entry.steps:,} steps")
+    if (solver := entry.test.get("solver", {}).get("forward")) is not None:
+        steps = solver["steps"]
+        yield Card("converged", percent(1 - solver["failed"]), f"of {solver['samples']:,} solves of the test split")
+        yield Card("solver steps", f"{steps['median']}", f"median; 90% within {steps['90%']}, most {steps['most']}")
+    if failed := entry.epochs[-1]["failed_steps"] if entry.epochs else 0:
+        yield Card("failed steps", f"{failed:,}", f"of {entry.steps:,} training steps")
+
+
+def failures(entry: Look) -> Iterator[Notice]:
+    """Which solves of the test split failed, why, and what helps."""
+    for direction, numbers in entry.test.get("solver", {}).items():
+        if numbers["failed"] > WORTH_TELLING:
+            counts = {Result[name]: count for name, count in numbers["results"].items() if name != "CONVERGED"}
+            reasons = " ".join(f"{count:,} {result.name}: {result.message}" for result, count in counts.items())
+            total = f"{sum(counts.values()):,} of {numbers['samples']:,}"
+            yield Notice(f"{total} {direction} solves of the test split failed. {reasons}")
+
+
+def parts(entry: Look) -> Iterator[Part]:
+    """What there is to see of a run, one thing after the other; what it does not have is left out."""
+    if drawn := pictures(figures.training_curves(entry.records), entry.label):
+        yield Part("Training", pictures=drawn)
+    if drawn := pictures(figures.solver_curves(entry.records, tolerance(entry.recipe)), entry.label):
+        yield Part("Solves while training", pictures=drawn)
+    if entry.evaluation is not None and (drawn := pictures(figures.histograms(entry.evaluation.sums), entry.label)):
+        yield Part("Solves of the test split", pictures=drawn + pictures(converging(entry), entry.label))
+    if table := solver_table(entry):
+        words = "Training and validation: of the last epoch. Residuals are rounded up to quarters of a power of ten."
+        yield Part("Solver statistics", words, table=table)
+    if drawn := pictures(task_pictures(entry), entry.label):
+        yield Part("Pictures of the test split", pictures=drawn)
+    yield Part("How it was made", commands=list(commands(entry)), table=provenance(entry.facts))
+    yield Part("Recipe", "All settings, defaults included.", text=toml(entry.recipe))
+
+
+def tolerance(recipe: Recipe) -> float | None:
+    """The relative tolerance that holds throughout, if the recipe names one."""
+    stated = recipe.tolerance if all(phase.tolerance is None for phase in recipe.phases) else None
+    return (stated or {}).get("relative")
+
+
+def converging(entry: Look) -> Iterator[tuple[str, Figure]]:
+    """Residuals under several solvers, if the model has an Equilibrium."""
+    trained, data = entry.trained, entry.data
+    if trained and data and any(isinstance(layer, Equilibrium) for layer in trained.model.modules()):
+        yield "Convergence under several solvers", figures.convergence_of([(trained, data.test)])
+
+
+def task_pictures(entry: Look) -> Iterator[tuple[str, Figure]]:
+    """What the task draws of the test split."""
+    trained, data, evaluation = entry.trained, entry.data, entry.evaluation
+    if trained is None or data is None or evaluation is None:
+        return
+    size = trained.recipe.training.evaluation_batch_size
+    batches = prepared(data.test, trained.task, trained.setting, size)
+    with quiet_failures(), torch.no_grad(), trained.setting.autocast():
+        yield from trained.task.pictures(trained.model, batches, evaluation.sums)
+
+
+def commands(entry: Look) -> Iterator[tuple[str, str]]:
+    """How the run came about, and how to have it again."""
+    name = entry.command_name
+    yield "This run was started by", entry.facts["command"]
+    beside = f" in {entry.facts['folder']}, where its modules are" if entry.facts["folder"] else ""
+    yield f"To train the same again, save the recipe below as again.toml{beside}, and", "equipoise train again.toml"
+    if entry.result is None:
+        yield "To continue, bit for bit", f"equipoise resume {name}"
+    if entry.trained is not None:
+        yield "To measure it again", f"equipoise evaluate {name}"
+        yield "To use the model in Python", f"model = equipoise.load({str(entry.run.folder)!r})"
+
+
+def pictures(drawn: Iterable[tuple[str, Figure]], of: str) -> list[Picture]:
+    return [picture(title, figure, of) for title, figure in drawn]
+
+
+def picture(title: str, figure: Figure, of: str) -> Picture:
+    """A figure as a data address: drawn ones stay sharp at any size, those with images in them are made of pixels."""
+    from matplotlib import rc_context
+
+    pixels = any(axis.images for axis in figure.axes)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "equipoise"}):  # the same figure, the same bytes
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        options: dict[str, Any] = {"format": "png", "dpi": 150} if pixels else {"format": "svg"}
+        figure.savefig(buffer, facecolor="white", metadata={} if pixels else {"Date": None}, **options)
+    kind = "image/png" if pixels else "image/svg+xml"
+    source = f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    width, height = (round(96 * inches) for inches in figure.get_size_inches())
+    return Picture(title, f"{title}, {of}", source, width, height, large=width > 500)
+
+
+# Tables
+
+
+def results(looks: list[Look]) -> Table:
+    """One row per run; runs that differ in their seed alone get one more with mean and spread."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in looks:
+        alike = {key: value for key, value in entry.facts["tables"].items() if key not in ("seed", "seeds")}
+        key = json.dumps([entry.facts["recipe"], alike, entry.result is None], sort_keys=True)
+        groups.setdefault(key, []).append(result_row(entry))
+    heading = unique(name for rows in groups.values() for row in rows for name in row)
+    table = Table(tuple(heading), [])
+    for rows in groups.values():
+        table.rows.extend(tuple(shown(name, row.get(name)) for name in heading) for row in rows)
+        if len(rows) > 1:
+            table.rows.append(mean_row(heading, rows))
+    return table
+
+
+def result_row(entry: Look) -> dict[str, Any]:
+    """A run in numbers, by the heading of the column."""
+    best, solver = entry.best, entry.test.get("solver", {}).get("forward")
+    return {
+        "run": entry.label,
+        "recipe": entry.facts["recipe"],
+        "seed": entry.recipe.seed,
+        "status": entry.status,
+        "parameters": entry.parameters,
+        **{f"test {name}": value for name, value in entry.test_metrics.items()},
+        **({f"best validation {best['metric']}": best["value"]} if best else {}),
+        **({"solver steps": solver["steps"]["median"], "converged": 1 - solver["failed"]} if solver else {}),
+        "training steps": entry.steps,
+        "time": entry.seconds,
+    }
+
+
+def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Mean and sample standard deviation of every column that was measured."""
+    cells = {"run": f"mean ± spread of {len(rows)}", "recipe": rows[0]["recipe"]}
+    for name in heading:
+        values = [value for row in rows if isinstance(value := row.get(name), int | float)]
+        if name.startswith(("test ", "best validation ")) and len(values) == len(rows):
+            cells[name] = f"{shown(name, statistics.fmean(values))} ± {shown(name, statistics.stdev(values))}"
+    return tuple(cells.get(name, "") for name in heading)
+
+
+def solver_table(entry: Look) -> Table | None:
+    """What solves took, by split and direction; None if there were none."""
+    last = entry.epochs[-1] if entry.epochs else {}
+    splits = {"training": last.get("train", {}), "validation": last.get("val", {}), "test": entry.test}
+    heading = ("split", "direction", "solves", "converged", "median steps", "90% within", "most", "median residual")
+    rows = [
+        (
+            split,
+            direction,
+            f"{numbers['samples']:,}",
+            percent(1 - numbers["failed"]),
+            *(str(numbers["steps"][name]) for name in ("median", "90%", "most")),
+            *(f"{numbers['residual'][name]:.1e}" for name in ("median", "worst")),
+            ", ".join(f"{n:,} {name}" for name, n in numbers["results"].items() if name != "CONVERGED") or "none",
+        )
+        for split, measured in splits.items()
+        for direction, numbers in measured.get("solver", {}).items()
+    ]
+    return Table((*heading, "worst", "failed"), rows) if rows else None
+
+
+def provenance(facts: dict[str, Any]) -> Table:
+    """When, with what and on what."""
+    rows = {"started": facts["started"], **facts["versions"], **facts["machine"]}
+    return Table(("what", "value"), [(name, str(value)) for name, value in rows.items()])
+
+
+def markdown(looks: list[Look]) -> str:
+    """The tables of the page, and what is missing."""
+    text = f"# {cell(looks[0].recipe.title if len(looks) == 1 else f'Comparison of {len(looks)} runs')}\n\n"
+    text += markdown_table(results(looks))
+    for entry in looks:
+        notices = [f"{cell(f'{n.text} {n.command}'.strip())}\n" for n in (*entry.missing, *failures(entry))]
+        table = solver_table(entry)
+        if notices or table:
+            text += "\n" + "\n".join([f"## {cell(entry.label)}\n", *notices, markdown_table(table) if table else ""])
+    return text
+
+
+def markdown_table(table: Table) -> str:
+    lines = [table.heading, ("---",) * len(table.heading), *table.rows]
+    return "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
+
+
+def cell(text: str) -> str:
+    """A text that Markdown leaves as it is."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", r"\|").split())
+
+
+# Words for numbers
+
+
+def shown(name: str, value: Any) -> str:
+    """A number as people write it; the name says what it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if "accuracy" in name or name == "converged":
+        return percent(value)
+    if name == "time":
+        return duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return "100%" if share == 1 else f"{share:.2%}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+# The recipe as a file
+
+
+def toml(recipe: Recipe) -> str:
+    """A recipe as the file that would give it, defaults included and budgets left out: they have been applied."""
+    tables = {name: value for name, value in plain(recipe).items() if name != "budget"}
+    phases = tables.pop("phases")
+    sections = [(f"[{name}]", value) for name, value in tables.items() if isinstance(value, dict)]
+    lines = [f"{key(name)} = {literal(value)}" for name, value in tables.items() if not isinstance(value, dict)]
+    for heading, section in [*sections, *(("[[phases]]", phase) for phase in phases)]:
+        lines += ["", heading, *(f"{key(name)} = {literal(value)}" for name, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as tables, options among their other keys; what is not set is left out."""
+    if isinstance(value, tuple):
+        return [plain(entry) for entry in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    options = fields.pop("options", {})
+    return {**{name: entry for name, entry in fields.items() if entry is not None and entry != ""}, **options}
+
+
+def key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
+
+
+def literal(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key(name)} = {literal(entry)}" for name, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, which wants one more
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,142 @@
+"""Published tables and figures: train what they need, print paper beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from equipoise.lab.build import check, find_outside
+from equipoise.lab.files import whole, write_json, write_text
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import (
+    FigureSpec,
+    RecipeError,
+    Row,
+    Source,
+    Table,
+    change,
+    kind_of,
+    open_recipe,
+    parse_override,
+)
+from equipoise.lab.runs import Run, new_folder, open_run
+from equipoise.lab.sweeps import summarize, train_recipe
+from equipoise.registry import Registry, call
+
+FIGURES = Registry("figure", {"convergence": "equipoise.lab.figures:convergence"})
+
+
+def reproduce_table(
+    name: str, budget: str | None, changes: Sequence[str], parent: Path, machine: Machine, folders: Sequence[Path]
+) -> Path:
+    """Train every row of a table and write paper beside measured; returns the Markdown file."""
+    source = open_recipe(name)
+    if kind_of(source) is not Table:
+        raise RecipeError(
+            f"{name} is not a table: equipoise {'figure' if 'figure' in source.tables else 'train'} {name}."
+        )
+    table: Table = source.read(Table)
+    prepared = [row_source(row, budget, changes, source) for row in table.rows]
+    for row in prepared:
+        check(row)  # every row's mistakes show before the first one trains
+    folder = machine.share(new_folder(parent, name) if machine.leads else None)
+    lines: list[dict[str, Any]] = []
+    for row, recipe in zip(table.rows, prepared, strict=True):
+        if machine.leads:
+            print(f"== {row.label} ({row.recipe})", flush=True)
+        trained = train_recipe(recipe, folder, machine, folders)
+        if machine.leads:
+            lines.append(measured(row, trained))
+            write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
+            write_text(folder / "table.md", markdown(table, lines, budget))
+    if machine.leads:
+        print("\n" + markdown(table, lines, budget))
+        print(f"table             {folder / 'table.md'}")
+    return folder / "table.md"
+
+
+def row_source(row: Row, budget: str | None, changes: Sequence[str], table: Source) -> Source:
+    """A row's recipe with the row's changes, then the command line's."""
+    source = open_recipe(row.recipe, budget)
+    for key, value in row.changes.items():
+        change(source.tables, key, value, f"{table.name}, row {row.label!r}", source.where)
+
+    for text in changes:
+        key, value = parse_override(text)
+        change(source.tables, key, value, f"command line, {text}", source.where)
+    return source
+
+
+def measured(row: Row, folder: Path) -> dict[str, Any]:
+    """What a trained row gave: one number, or mean and spread over seeds."""
+    runs = [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
+    summary = summarize([run.result or {} for run in runs])
+    if row.metric not in summary:
+        raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
+    found = summary[row.metric]
+    return {
+        "label": row.label,
+        "recipe": row.recipe,
+        "metric": row.metric,
+        "paper": row.paper,
+        "paper_spread": row.spread,
+        "measured": found["mean"],
+        "spread": found["spread"] if len(runs) > 1 else None,
+        "seeds": len(runs),
+        "parameters": (runs[0].result or {}).get("parameters"),
+        "folder": str(folder),
+    }
+
+
+def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None) -> str:
+    """The table as text."""
+
+    def value(number: float | None, spread: float | None) -> str:
+        if number is None:
+            return "-"
+        return f"{number:.4g}" + (f" +- {spread:.2g}" if spread is not None else "")
+
+    text = f"# {table.title}\n\nBudget: {budget or 'paper'}.\n\n"
+    text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
+    for line in lines:
+        paper, found = value(line["paper"], line["paper_spread"]), value(line["measured"], line["spread"])
+        text += f"| {line['label']} | {line['metric']} | {paper} | {found} | {line['parameters']:,} |\n"
+    return text
+
+
+def draw_figure(
+    name: str,
+    budget: str | None,
+    changes: Sequence[str],
+    given: Sequence[Path],
+    parent: Path,
+    machine: Machine,
+    folders: Sequence[Path],
+    out: Path | None,
+) -> Path:
+    """Draw a figure from its recipes, trained now unless trained runs are given; returns the picture's path."""
+    source = open_recipe(name)
+    if kind_of(source) is not FigureSpec:
+        raise RecipeError(
+            f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
+        )
+    spec: FigureSpec = source.read(FigureSpec)
+    if given and len(given) != len(spec.recipes):
+        raise RecipeError(
+            f"{name} is drawn from {len(spec.recipes)} runs ({', '.join(spec.recipes)}); {len(given)} are given."
+        )
+    runs = [open_run(folder) for folder in given]
+    for recipe in [] if given else spec.recipes:
+        prepared = open_recipe(recipe, budget, list(changes))
+        check(prepared)
+        runs.append(open_run(train_recipe(prepared, parent, machine, folders)))
+    path = out or (runs[0].folder / f"{name.replace('/', '-')}.png")
+    if machine.leads:
+        find_outside(source)
+        facts = {"runs": runs, "machine": machine, "folders": list(folders)}
+        figure = call(FIGURES[spec.figure], spec.options, facts, f"figure {spec.figure!r}")
+        with whole(path) as part:
+            figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)
+        print(f"figure            {path}")
+    return path

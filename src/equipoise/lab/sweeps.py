@@ -1,0 +1,137 @@
+"""Training a recipe from the outside: its folder, its seeds, its result, its report."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise.lab.files import read_json, write_json
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import Recipe, Source, Where
+from equipoise.lab.runs import Run, command, create, new_folder, open_run
+from equipoise.lab.train import Interrupted, train
+
+
+class Stopped(Exception):
+    """Training was asked to stop; ``folder`` is what to resume."""
+
+    def __init__(self, folder: Path, step: int, number: int):
+        super().__init__(f"stopped at step {step}")
+        self.folder, self.step, self.number = folder, step, number
+
+
+def train_recipe(
+    source: Source, parent: Path, machine: Machine, folders: Sequence[Path] = (), report: bool = False
+) -> Path:
+    """Train a recipe in a new folder, once for every seed; returns the folder."""
+    recipe: Recipe = source.read(Recipe)
+    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
+    if recipe.seeds == 1:
+        if machine.leads:
+            create(folder, source, **described(machine))
+    elif machine.leads:
+        tables = {"recipe": source.name, "folder": source.folder, "tables": source.tables, "command": command()}
+        write_json(folder / "sweep.json", tables)
+    machine.wait()
+    try:
+        resume_folder(folder, machine, folders, report, source)
+    except Exception:
+        if machine.leads and not any(folder.rglob("log.jsonl")):  # a mistake showed before anything was trained
+            shutil.rmtree(folder)
+        raise
+    return folder
+
+
+def resume_folder(
+    folder: Path,
+    machine: Machine,
+    folders: Sequence[Path] = (),
+    report: bool = False,
+    source: Source | None = None,
+) -> None:
+    """Take a run, or all runs of a sweep, to their end."""
+    if (folder / "sweep.json").exists():
+        resume_sweep(folder, machine, folders, report)
+        return
+    run = open_run(folder)
+    result = run_to_end(run, folder, machine, folders, source)
+    if machine.leads:
+        tell_result(run, result)
+        if report:
+            tell_report([run], machine, folders)
+
+
+def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report: bool) -> None:
+    """Train every seed that is not done yet, then tell mean and spread."""
+    saved = read_json(folder / "sweep.json")
+    source = Source(saved["recipe"], saved["tables"], Where(str(folder / "sweep.json")), saved["folder"])
+    recipe: Recipe = source.read(Recipe)
+    runs = []
+    for seed in range(recipe.seed, recipe.seed + recipe.seeds):
+        run = Run(folder / f"seed-{seed}")
+        if machine.leads and not (run.folder / "run.json").exists():
+            tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
+            create(run.folder, Source(source.name, tables, source.where, source.folder), **described(machine))
+        machine.wait()
+        if machine.leads:
+            print(f"seed {seed}")
+        run_to_end(run, folder, machine, folders)
+        runs.append(run)
+    if machine.leads:
+        summary = summarize([run.result or {} for run in runs])
+        write_json(folder / "result.json", {"status": "finished", "seeds": len(runs), "test": summary})
+        for name, numbers in summary.items():
+            print(f"test {name:<13}{numbers['mean']:.4f} +- {numbers['spread']:.4f} over {len(runs)} seeds")
+        print(f"sweep             {folder}")
+        if report:
+            tell_report(runs, machine, folders)
+
+
+def run_to_end(
+    run: Run, resumable: Path, machine: Machine, folders: Sequence[Path], source: Source | None = None
+) -> dict[str, Any]:
+    """Train a run; a request to stop names the folder to resume."""
+    try:
+        if not machine.leads:
+            return train(run, machine, folders, source)
+        with run.alone():
+            return train(run, machine, folders, source)
+    except Interrupted as interrupted:
+        raise Stopped(resumable, interrupted.step, interrupted.number) from None
+
+
+def summarize(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean and sample standard deviation of every test metric."""
+    metrics = [{k: v for k, v in result.get("test", {}).items() if isinstance(v, int | float)} for result in results]
+    names = [name for name in metrics[0] if all(name in numbers for numbers in metrics)] if metrics else []
+    values = {name: [numbers[name] for numbers in metrics] for name in names}
+    return {
+        name: {"mean": statistics.fmean(v), "spread": statistics.stdev(v) if len(v) > 1 else 0.0, "values": v}
+        for name, v in values.items()
+    }
+
+
+def described(machine: Machine) -> dict[str, Any]:
+    return {"device": str(machine.device), "processes": machine.world, "threads": torch.get_num_threads()}
+
+
+def tell_result(run: Run, result: dict[str, Any]) -> None:
+    """The numbers people want, and where the rest is."""
+    for name, value in result["test"].items():
+        if isinstance(value, int | float):
+            print(f"test {name:<13}{value:.2%}" if "accuracy" in name else f"test {name:<13}{value:.4g}")
+    for direction, numbers in result["test"]["solver"].items():
+        print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {numbers['steps']['median']} steps")
+    print(f"run               {run.folder}")
+
+
+def tell_report(runs: list[Run], machine: Machine, folders: Sequence[Path]) -> None:
+    from equipoise.lab.report import write_report
+
+    print(f"report            {write_report(runs, machine, folders)}")

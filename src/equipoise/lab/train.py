@@ -1,0 +1,450 @@
+"""Training: a plain loop over phases, epochs and batches that can be stopped at any moment and resumed bit for bit."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from equipoise.fixed_point import Equilibrium, watch_solves
+from equipoise.gradients import UnrolledGradient
+from equipoise.lab import checkpoints
+from equipoise.lab.build import build_model, build_optimizer, build_schedule, build_task, check
+from equipoise.lab.data import Batch, DataSet, load
+from equipoise.lab.data.base import Subset
+from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_count, quiet_failures
+from equipoise.lab.files import write_json
+from equipoise.lab.loader import batches, own_part, seed_everything, training_rows
+from equipoise.lab.log import Log
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import Recipe, Source
+from equipoise.lab.runs import Run
+from equipoise.lab.solves import add, failed_samples, solve_metrics, solve_sums
+from equipoise.tasks import Sums, Task
+
+
+@dataclass
+class Position:
+    """Where training stands: the next batch to be trained on."""
+
+    phase: int = 0
+    epoch: int = 0  # within the phase
+    batch: int = 0  # within the epoch
+    step: int = 0  # over all
+
+
+@dataclass
+class Progress:
+    """What training has found so far, besides the weights."""
+
+    position: Position = field(default_factory=Position)
+    sums: Sums = field(default_factory=dict)  # of the epoch so far
+    best: dict[str, Any] | None = None
+    failed: int = 0  # steps so far
+    failed_in_a_row: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Learner:
+    """What a phase trains, and with what."""
+
+    model: nn.Module
+    net: nn.Module  # the model, or what averages its gradients over processes
+    task: Task
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler
+
+    @property
+    def solves_to_the_end(self) -> bool:
+        """Whether solves are meant to converge: a few unrolled steps, as in a warm-up, are not."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, Equilibrium)]
+        return not any(isinstance(layer.gradient, UnrolledGradient) for layer in layers)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**checkpoints.model_tensors(self.model), **checkpoints.pack_optimizer(self.optimizer)[0]}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "optimizer": checkpoints.pack_optimizer(self.optimizer)[1],
+            "schedule": checkpoints.pack_schedule(self.schedule),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Continue with the optimizer, schedule and scaler of another learner."""
+        checkpoints.unpack_optimizer(self.optimizer, tensors, facts["optimizer"])
+        checkpoints.unpack_schedule(self.schedule, facts["schedule"])
+        if facts["scaler"]:
+            self.scaler.load_state_dict(facts["scaler"])
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM ask training to stop after the step; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        def ask(number: int, _: object) -> None:
+            if self.signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+
+        before = {}
+        with suppress(ValueError):  # not the main thread: whoever runs us there handles signals
+            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Interrupted(Exception):
+    """Training was asked to stop; everything is saved."""
+
+    def __init__(self, number: int | None, step: int):
+        super().__init__(f"stopped at step {step}")
+        self.number, self.step = number or signal.SIGTERM, step  # another process may have got the signal
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot usefully go on; everything is saved."""
+
+
+def load_data(recipe: Recipe, folders: Sequence[Path]) -> DataSet:
+    """The recipe's data set, with its validation split, cut to the recipe's limit."""
+    data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
+    if recipe.data.limit is None:
+        return data
+
+    def some(split: Any) -> Any:
+        return None if split is None else Subset(split, torch.arange(min(len(split), recipe.data.limit or 0)))
+
+    return replace(data, train=some(data.train), val=some(data.val), test=some(data.test))
+
+
+def train(run: Run, machine: Machine, folders: Sequence[Path] = (), source: Source | None = None) -> dict[str, Any]:
+    """Train a run from wherever it stands to its end, and return its result.
+
+    Args:
+        run: made by :func:`equipoise.lab.runs.create`; one that was stopped goes on from its last checkpoint.
+        machine: where; see :func:`equipoise.lab.machine.this_machine`.
+        folders: where to look for data first.
+        source: the recipe as it was read, which knows the lines of its file; None reads the run's own copy.
+
+    Raises:
+        Interrupted: on Ctrl-C or SIGTERM, once the step is finished and saved.
+        TrainingFailed: when too many steps in a row failed.
+    """
+    if run.result is not None:
+        return run.result
+    return Trainer(run, machine, folders, source).train()
+
+
+class Trainer:
+    """One run being trained."""
+
+    def __init__(self, run: Run, machine: Machine, folders: Sequence[Path], source: Source | None):
+        self.run, self.machine = run, machine
+        self.source = source or run.source
+        self.recipe = check(self.source)
+        self.data = load_data(self.recipe, folders)
+        self.facts = self.data.facts()
+        self.setting = Setting(self.recipe.training, machine)
+        self.stop = StopRequest()
+        size = min(self.recipe.training.batch_size, len(self.data.train))
+        self.steps_per_epoch = len(self.rows(epoch=0))
+        if not self.steps_per_epoch:
+            raise ValueError(f"batches of {size} samples cannot be shared by {machine.world} processes: use fewer.")
+        self.epochs_before = [sum(p.epochs for p in self.recipe.phases[:i]) for i in range(len(self.recipe.phases) + 1)]
+        self.progress = Progress()
+        seed_everything(self.recipe.seed, "model")
+        self.learner = self.assemble(0)
+        if run.last.exists():
+            self.resume()
+
+    # What there is to train
+
+    def rows(self, epoch: int) -> list[torch.Tensor]:
+        """The rows of every batch of an epoch; one too small to give every process a sample is left out."""
+        size, samples = self.recipe.training.batch_size, len(self.data.train)
+        every = training_rows(samples, size, self.recipe.seed, epoch)
+        return [rows for rows in every if len(rows) >= self.machine.world]
+
+    def assemble(self, phase: int) -> Learner:
+        """Model, task, optimizer and schedule as they are at the start of a phase."""
+        recipe = self.source.phase(phase)
+        where = self.source.where
+        model = self.setting.place(build_model(recipe, self.facts, where))
+        optimizer = build_optimizer(recipe, [p for p in model.parameters() if p.requires_grad], where)
+        first, end = self.stretch(phase)
+        epochs = self.epochs_before[end] - self.epochs_before[first]
+        schedule = build_schedule(recipe, optimizer, epochs, self.steps_per_epoch, where)
+        scaler = torch.amp.GradScaler(self.machine.device.type, enabled=self.recipe.training.precision == "float16")
+        net = DistributedDataParallel(model) if self.machine.world > 1 else model
+        return Learner(model, net, build_task(recipe, self.facts, where), optimizer, schedule, scaler)
+
+    def stretch(self, phase: int) -> tuple[int, int]:
+        """The phases, from and to, that share one optimizer and one schedule.
+
+        A phase that states an optimizer or a schedule starts both anew; one that does not continues the last.
+        """
+        phases = self.recipe.phases
+        starts = [i for i, p in enumerate(phases) if i == 0 or p.optimizer is not None or p.schedule is not None]
+        first = max(i for i in starts if i <= phase)
+        return first, min([i for i in starts if i > phase], default=len(phases))
+
+    def enter(self, phase: int) -> None:
+        """Go on to the next phase: the weights stay, and so does the optimizer unless the phase starts a new one."""
+        before = self.learner
+        self.learner = self.assemble(phase)
+        tensors = before.tensors()
+        checkpoints.load_model(self.learner.model, tensors, f"phase {phase - 1}")
+        if self.stretch(phase)[0] != phase:
+            self.learner.restore(tensors, before.facts())
+
+    # The loop
+
+    def train(self) -> dict[str, Any]:
+        position, phases = self.progress.position, self.recipe.phases
+        steps = self.epochs_before[-1] * self.steps_per_epoch
+        started = time.monotonic() - self.progress.seconds
+        with quiet_failures(), self.stop.listening(), Log(self.run, self.machine, steps, position.step) as self.log:
+            self.introduce()
+            while position.phase < len(phases):
+                while position.epoch < phases[position.phase].epochs:
+                    self.train_epoch(started)
+                    self.finish_epoch(started)
+                if position.phase + 1 < len(phases):
+                    self.enter(position.phase + 1)
+                position.phase, position.epoch = position.phase + 1, 0
+            return self.finish(started)
+
+    def train_epoch(self, started: float) -> None:
+        """The rest of the epoch, from wherever it stands."""
+        position, machine, training = self.progress.position, self.machine, self.recipe.training
+        epoch = self.epochs_before[position.phase] + position.epoch
+        rows = self.rows(epoch)[position.batch :]
+        self.learner.net.train()
+        own = [own_part(r, machine) for r in rows]
+        for size, batch in zip(map(len, rows), batches(self.data.train, own, machine.device), strict=True):
+            stop = self.step(batch, size)
+            position.batch += 1
+            position.step += 1
+            self.progress.seconds = time.monotonic() - started
+            if stop:
+                self.save()
+                raise Interrupted(self.stop.signal, self.progress.position.step)
+            if self.failed_too_often():
+                self.save()
+                raise TrainingFailed(
+                    f"{self.progress.failed_in_a_row} steps in a row failed (failures.stop_after): the loss or "
+                    f"gradient was not finite, or over {self.recipe.failures.share:.0%} of the samples were not solved "
+                    "(failures.share). A lower optimizer.lr, training.clip, a looser tolerance or more "
+                    f"tolerance.max_steps may help; {self.run.log} has the residuals."
+                )
+            if training.checkpoint_every and position.step % training.checkpoint_every == 0:
+                self.save()
+
+    def step(self, batch: Batch, size: int) -> bool:
+        """One optimizer step on a batch of ``size`` samples over all processes; True when asked to stop."""
+        recipe, learner, position, machine = self.recipe, self.learner, self.progress.position, self.machine
+        generator = seed_everything(recipe.seed, "step", position.step, machine.rank)
+        batch = learner.task.augment(self.setting.prepare(learner.task, batch), generator)
+        learner.optimizer.zero_grad(set_to_none=True)
+        with watch_solves() as solves, self.setting.autocast():
+            loss, sums = learner.task.loss(learner.net, batch)
+        # Gradients are averaged over processes: a process with more samples than another must count for more.
+        share = len(batch[0]) * machine.world / size
+        learner.scaler.scale(loss * share if share != 1 else loss).backward()
+        learner.scaler.unscale_(learner.optimizer)
+        parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+        length = nn.utils.clip_grad_norm_(parameters, recipe.training.clip or torch.inf)
+
+        # One exchange between processes: all must decide the same.
+        unsolved, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0)
+        mine = [unsolved, solved, not torch.isfinite(loss) or not torch.isfinite(length), self.stop.signal is not None]
+        unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if learner.scaler.is_enabled():
+            broken = 0  # it looks for such steps and skips them itself: while it finds its scale they are normal
+        failed = bool(broken) or (solved > 0 and unsolved > recipe.failures.share * solved)
+        if not broken and not (failed and recipe.failures.policy == "skip"):
+            learner.scaler.step(learner.optimizer)
+        learner.scaler.update()
+        rate = learner.optimizer.param_groups[0]["lr"]
+        learner.schedule.step()
+        self.progress.failed += int(failed)
+        self.progress.failed_in_a_row = self.progress.failed_in_a_row + 1 if failed else 0
+
+        add(sums := {**sums}, solve_sums(solves))
+        add(self.progress.sums, sums)
+        self.tell_step(loss.item(), float(length), rate, sums, int(unsolved))
+        return stop > 0
+
+    def failed_too_often(self) -> bool:
+        limit = self.recipe.failures.stop_after
+        return bool(limit) and self.progress.failed_in_a_row >= limit
+
+    def finish_epoch(self, started: float) -> None:
+        """Measure, choose, log and save; then on to the next epoch."""
+        progress, position, learner = self.progress, self.progress.position, self.learner
+        epoch = self.epochs_before[position.phase] + position.epoch + 1
+        totals = self.machine.total(progress.sums)
+        record: dict[str, Any] = {"kind": "epoch", "step": position.step, "epoch": epoch, "phase": position.phase}
+        record["train"] = {**learner.task.metrics(totals), "solver": solve_metrics(totals)}
+        if self.data.val is not None:
+            record["val"] = self.measure(self.data.val).record()
+        if self.recipe.training.test == "epoch":
+            record["test"] = self.measure(self.data.test).record()
+        record["failed_steps"] = progress.failed
+        progress.seconds = time.monotonic() - started
+        record["seconds"] = round(progress.seconds, 3)
+        self.log.write(**record)
+        self.tell_epoch(record)
+        position.epoch, position.batch = position.epoch + 1, 0
+        progress.sums = {}
+        self.keep_best(record, epoch)
+        self.save()
+
+    def keep_best(self, record: dict[str, Any], epoch: int) -> None:
+        """Keep the weights if their validation metric is the best so far."""
+        task = self.learner.task
+        value = record.get("val", {}).get(task.best_metric)
+        if value is None or not math.isfinite(value):
+            return
+        best = self.progress.best
+        if best is None or (value > best["value"] if task.best_is_largest else value < best["value"]):
+            self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch}
+            if self.machine.leads:
+                facts = {**self.model_facts(), "best": self.progress.best}
+                checkpoints.save(self.run.best, checkpoints.model_tensors(self.learner.model), facts)
+
+    def finish(self, started: float) -> dict[str, Any]:
+        """Measure the test split, with the last weights and with the best, and write the result."""
+        progress = self.progress
+        result: dict[str, Any] = {"status": "finished", "parameters": parameter_count(self.learner.model)}
+        result["test_of_last"] = self.measure(self.data.test, saving=False).record()
+        result["test"], result["weights"] = result["test_of_last"], "last"
+        if progress.best is not None:
+            self.machine.wait()  # until the leading process has written it
+            tensors, _ = checkpoints.read(self.run.best)
+            checkpoints.load_model(self.learner.model, tensors, self.run.best)
+            result["test"], result["weights"] = self.measure(self.data.test, saving=False).record(), "best"
+            result["best"] = progress.best
+        result |= {"steps": progress.position.step, "epochs": self.epochs_before[-1], "failed_steps": progress.failed}
+        result["seconds"] = round(time.monotonic() - started, 3)
+        if self.machine.leads:
+            write_json(self.run.folder / "result.json", result)
+        self.machine.wait()
+        return result
+
+    def measure(self, split: Any, saving: bool = True) -> Evaluation:
+        """Evaluate; a request to stop is heard between batches when there is one process."""
+
+        def each(_: int) -> None:
+            if self.stop.signal is not None and self.machine.world == 1:
+                if saving:
+                    self.save()
+                raise Interrupted(self.stop.signal, self.progress.position.step)
+
+        size, seed = self.recipe.training.evaluation_batch_size, self.recipe.seed
+        return evaluate(self.learner.model, self.learner.task, split, self.setting, self.machine, size, seed, each)
+
+    # Stopping and going on
+
+    def model_facts(self) -> dict[str, Any]:
+        """What is needed to build the model again, without its data."""
+        phase = min(self.progress.position.phase, len(self.recipe.phases) - 1)
+        source = {"recipe": self.source.name, "folder": self.source.folder, "tables": self.source.tables}
+        return {**source, "phase": phase, "data": self.facts}
+
+    def save(self) -> None:
+        """Write the last checkpoint: the sums so far are those of all processes, of which each keeps its own."""
+        progress = self.progress
+        sums = self.machine.total(progress.sums)
+        if self.machine.leads:
+            tensors = {**self.learner.tensors(), **{f"sums/{name}": value for name, value in sums.items()}}
+            facts = {**self.model_facts(), "learner": self.learner.facts()}
+            facts["progress"] = {k: v for k, v in vars(progress).items() if k not in ("position", "sums")}
+            facts["progress"]["position"] = asdict(progress.position)
+            checkpoints.save(self.run.last, tensors, facts)
+        self.machine.wait()
+
+    def resume(self) -> None:
+        """Take up training where the last checkpoint left it."""
+        tensors, facts = checkpoints.read(self.run.last)
+        saved = facts["progress"]
+        self.progress = Progress(**{**saved, "position": Position(**saved["position"])})
+        sums = {name.removeprefix("sums/"): tensor for name, tensor in tensors.items() if name.startswith("sums/")}
+        # The saved sums are those of all processes together: one goes on with them, the others from zero.
+        self.progress.sums = sums if self.machine.leads else {name: torch.zeros_like(t) for name, t in sums.items()}
+        if self.machine.leads:
+            position = self.progress.position
+            self.run.trim(position.step, self.epochs_before[position.phase] + position.epoch)
+        phase = min(self.progress.position.phase, len(self.recipe.phases) - 1)
+        if phase:
+            self.learner = self.assemble(phase)
+        checkpoints.load_model(self.learner.model, tensors, self.run.last)
+        self.learner.restore(tensors, facts["learner"])
+
+    # Telling
+
+    def introduce(self) -> None:
+        count, data, position = parameter_count(self.learner.model), self.data, self.progress.position
+        held = f", {len(data.val)} to choose by" if data.val is not None else ""
+        self.log.tell(
+            f"{self.recipe.title}: {count:,} parameters; {data.name}: {len(data.train)} samples to train on{held}"
+        )
+        if data.note:
+            self.log.tell(f"note: {data.note}")
+        if position.step:
+            self.log.tell(f"resumed at step {position.step}")
+
+    def tell_step(self, loss: float, length: float, rate: float, sums: Sums, unsolved: int) -> None:
+        """The bar at every step, the log at every so many."""
+        position = self.progress.position
+        solver = solve_metrics(sums)
+        steps = {direction: numbers["steps"]["median"] for direction, numbers in solver.items()}
+        metrics = self.learner.task.metrics(sums)
+        shown = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items())
+        self.log.advance(shown + "".join(f"  {direction} {number}" for direction, number in steps.items()))
+        if (position.step + 1) % self.recipe.training.log_every == 0:
+            residuals = {direction: numbers["residual"]["worst"] for direction, numbers in solver.items()}
+            self.log.write(
+                kind="step",
+                step=position.step + 1,
+                loss=loss,
+                lr=rate,
+                gradient_norm=length,
+                steps=steps,
+                residual=residuals,
+                failed_samples=unsolved,
+            )
+
+    def tell_epoch(self, record: dict[str, Any]) -> None:
+        text = f"epoch {record['epoch']}/{self.epochs_before[-1]}"
+        for split in ("train", "val", "test"):
+            if split in record:
+                numbers = {name: value for name, value in record[split].items() if name != "solver"}
+                text += f"  {split} " + " ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        for direction, numbers in record["train"]["solver"].items():
+            text += f"  {direction} {numbers['steps']['median']} steps"
+            if numbers["failed"] and self.learner.solves_to_the_end:
+                text += f" ({numbers['failed']:.1%} failed)"
+        samples = len(self.data.train) * record["epoch"]
+        self.log.tell(text + f"  {samples / max(record['seconds'], 1e-9):.0f} samples/s")
