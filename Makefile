@@ -19,20 +19,21 @@ $(VENV)/made: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/with-demo: $(VENV)/made
-	$(PIP) -e '.[demo]'
+$(VENV)/with-lab: $(VENV)/made
+	$(PIP) -e '.[lab]'
 	@touch $@
 
 $(VENV)/with-dev: $(VENV)/made
-	$(PIP) -e '.[dev,demo,onnx]'
-	@touch $(VENV)/with-demo $@
+	$(PIP) -e '.[dev,lab,attacks,tensorboard,onnx]'
+	@touch $(VENV)/with-lab $@
 
 $(VENV)/with-bench: $(VENV)/made
 	$(PIP) -e '.[bench]'
 	@touch $@
 
-demo: $(VENV)/with-demo
-	$(BIN)/python examples/digits.py
+# Tensors this small gain little from more threads, and lose much when a core is busy.
+demo: $(VENV)/with-lab
+	$(BIN)/equipoise train core/digits --report --threads 1
 
 # Two workers with one thread each are faster and steadier on small tensors than one worker with all threads.
 test test-slow: export OMP_NUM_THREADS = 1

@@ -1,0 +1,72 @@
+"""How much faster batches are read and augmented than the smallest CIFAR-10 recipe uses them up.
+
+    python benchmarks/loader.py [--rounds N] [--threads N]
+
+Reading with augmentation, and training steps on the same batches, run in turns in one process; the median ratio is
+printed. The images are random: their content does not matter to either.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from equipoise.lab.build import build_model, build_optimizer, build_task
+from equipoise.lab.data import TensorSplit
+from equipoise.lab.evaluate import Setting
+from equipoise.lab.loader import batches, seed_everything, training_rows
+from equipoise.lab.machine import Machine
+from equipoise.lab.recipes import Recipe, open_recipe
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of the loader against the smallest CIFAR-10 recipe.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+
+    source = open_recipe("core/cifar10")
+    recipe: Recipe = source.read(Recipe)
+    names = tuple(map(str, range(10)))
+    facts = {"shape": (3, 32, 32), "classes": 10, "class_names": names, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    machine = Machine(torch.device("cpu"))
+    setting, task = Setting(recipe.training, machine), build_task(recipe, facts, source.where)
+    model = setting.place(build_model(recipe, facts, source.where))
+    optimizer = build_optimizer(recipe, model.parameters(), source.where)
+    split = TensorSplit(torch.randint(256, (50000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50000,)))
+    rows = training_rows(len(split), recipe.training.batch_size, seed=0, epoch=0)
+
+    def read(count: int) -> tuple[float, tuple[torch.Tensor, ...]]:
+        """Seconds per augmented batch, and the last one."""
+        start, batch = perf_counter(), ()
+        for step, batch in enumerate(batches(split, rows[:count], machine.device)):
+            batch = task.augment(setting.prepare(task, batch), seed_everything(0, "step", step))
+        return (perf_counter() - start) / count, batch
+
+    def train(batch: tuple[torch.Tensor, ...]) -> float:
+        """Seconds per training step."""
+        start = perf_counter()
+        optimizer.zero_grad()
+        task.loss(model, batch)[0].backward()
+        optimizer.step()
+        return perf_counter() - start
+
+    reading, training = [], []
+    for _ in range(arguments.rounds + 1):
+        seconds, batch = read(40)
+        reading.append(seconds)
+        training.append(train(batch))
+    reading, training = reading[1:], training[1:]  # the first round warms up
+    ratio = median(step / batch for step, batch in zip(training, reading, strict=True))
+    print(f"augmented batch of {recipe.training.batch_size}  {1e3 * median(reading):8.2f} ms")
+    print(f"training step            {1e3 * median(training):8.2f} ms")
+    print(f"ratio                    {ratio:8.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Names, the package's own and a user's, and the options that go with them: what is found, what is refused, how it is said."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import equipoise as eq
+from equipoise.lab.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, find_outside
+from equipoise.lab.data import DATA_SETS
+from equipoise.lab.recipes import Source, Where
+from equipoise.lab.reproduce import FIGURES
+from equipoise.models import MODELS, create_model, list_models
+from equipoise.registry import MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
+from equipoise.tasks import TASKS
+from equipoise.tasks.robustness import ATTACKS
+
+PARTS = Registry("part", {"counter": "collections:Counter", "path": "pathlib:Path", "odd": "collections:NoSuchThing"})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder; what is imported from it, and from folders looked in, is forgotten afterwards."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# Names of the package
+
+
+def test_a_name_stands_for_what_its_entry_says():
+    assert PARTS["path"] is Path
+    assert list(PARTS) == ["counter", "path", "odd"]
+    assert "path" in PARTS
+    assert "paht" not in PARTS
+
+
+@pytest.mark.parametrize(
+    "registry", [MODELS, TASKS, ATTACKS, SOLVERS, GRADIENTS, OPTIMIZERS, SCHEDULES, DATA_SETS, FIGURES]
+)
+def test_every_entry_of_the_package_exists(registry):
+    for name in registry:
+        assert callable(registry[name])
+
+
+def test_an_entry_is_imported_only_when_asked_for():
+    code = (
+        "import sys, equipoise.registry as r; parts = r.Registry('part', {'a': 'wave:open'}); "
+        "assert 'wave' not in sys.modules; parts['a']; assert 'wave' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_table_of_names_is_its_own():
+    entries = {"path": "pathlib:Path"}
+    registry = Registry("part", entries)
+    entries["counter"] = "collections:Counter"
+    assert list(registry) == ["path"]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_all_of_them_and_a_way_out():
+    with pytest.raises(LookupError) as error:
+        PARTS["cuonter"]
+    assert str(error.value) == (
+        "there is no part 'cuonter'; did you mean 'counter'? known: counter, path, odd. Your own: part = 'my_module:MyName'."
+    )
+
+
+def test_a_name_like_no_other_gets_no_suggestion():
+    with pytest.raises(LookupError, match="there is no part 'xyz'; known: counter, path, odd"):
+        PARTS["xyz"]
+
+
+@pytest.mark.parametrize("name", [3, None, ["path"], {"name": "path"}])
+def test_a_name_that_is_no_text_is_refused(name):
+    with pytest.raises(TypeError, match=r"the name of a part is .*; it must be a text\."):
+        PARTS[name]
+
+
+def test_suggestions_take_the_nearest_of_several():
+    assert "did you mean 'batch_size'?" in unknown("key", "bach_size", ["seed", "batch_size", "evaluation_batch_size"])
+    assert unknown("key", "q", iter(["seed", "title"])) == "there is no key 'q'; known: seed, title."
+
+
+# Names from outside
+
+
+def test_a_module_in_the_current_folder_is_found(folder):
+    write(folder / "mine_here.py", "class Net: ...")
+    look_in(".")
+    assert MODELS["mine_here:Net"].__module__ == "mine_here"
+
+
+def test_a_module_beside_the_recipe_is_found(folder):
+    write(folder / "elsewhere" / "mine_beside.py", "class Net: ...")
+    find_outside(Source("mine", {}, Where("mine.toml"), str(folder / "elsewhere")))
+    assert MODELS["mine_beside:Net"].__name__ == "Net"
+
+
+def test_the_folder_of_the_recipe_comes_before_the_current_one(folder):
+    write(folder / "elsewhere" / "mine_twice.py", "class Net: place = 'recipe'")
+    write(folder / "mine_twice.py", "class Net: place = 'current'")
+    find_outside(Source("mine", {}, Where("mine.toml"), str(folder / "elsewhere")))
+    assert MODELS["mine_twice:Net"].place == "recipe"
+
+
+def test_the_current_folder_is_followed(folder, monkeypatch):
+    """A notebook changes its folder between two calls."""
+    for place in ("first", "second"):
+        write(folder / place / f"mine_{place}.py", "class Net: ...")
+        monkeypatch.chdir(folder / place)
+        look_in(".")
+        assert MODELS[f"mine_{place}:Net"].__name__ == "Net"
+
+
+def test_a_module_written_a_moment_ago_is_found(folder):
+    """Python remembers what a folder holds, and looks again only once the folder's time stamp has moved on."""
+    for name in ("mine_old", "mine_new"):
+        write(folder / f"{name}.py", "class Net: ...")
+        os.utime(folder, (1e9, 1e9))
+        look_in(folder)
+        assert MODELS[f"{name}:Net"].__name__ == "Net"
+
+
+def test_what_is_installed_comes_before_the_users_folders(folder):
+    write(folder / "colorsys.py", "def rgb_to_hsv(): return 'mine'")
+    look_in(folder)
+    assert PARTS["colorsys:rgb_to_hsv"](1, 1, 1) == (0, 0, 1)
+
+
+def test_looking_twice_adds_a_folder_once(folder):
+    look_in(folder, folder)
+    look_in(folder)
+    assert sys.path.count(str(folder)) == 1
+
+
+def test_a_module_in_a_package_is_found(folder):
+    write(folder / "mine_pack" / "__init__.py", "")
+    write(folder / "mine_pack" / "nets.py", "class Net: ...")
+    look_in(folder)
+    assert MODELS["mine_pack.nets:Net"].__name__ == "Net"
+
+
+@pytest.mark.parametrize("name", ["mine_nowhere:Net", "mine_nowhere.nets:Net", "json.mine_nowhere:Net"])
+def test_a_missing_module_is_named_with_the_places_looked_in(name):
+    module = name.partition(":")[0]
+    with pytest.raises(LookupError) as error:
+        MODELS[name]
+    assert str(error.value).startswith(f"model {name!r}: there is no module {module!r}; looked in the folder of the recipe")
+    assert "current folder" in str(error.value)
+
+
+@pytest.mark.parametrize("name", [":Net", ".relative:Net", "..:Net", ":"])
+def test_a_module_name_that_is_none_is_named_too(name):
+    with pytest.raises(LookupError, match=r"model .*: there is no module"):
+        MODELS[name]
+
+
+def test_a_missing_attribute_is_answered_with_the_nearest(folder):
+    write(folder / "mine_names.py", "class MyNet: ...\nclass Other: ...\ndef _hidden(): ...\nNUMBER = 3")
+    look_in(folder)
+    with pytest.raises(LookupError) as error:
+        MODELS["mine_names:MyNett"]
+    assert str(error.value) == (
+        "there is no attribute of module mine_names 'MyNett'; did you mean 'MyNet'? known: MyNet, Other."
+    )
+    with pytest.raises(LookupError, match="attribute of module mine_names ''"):
+        MODELS["mine_names:"]
+
+
+def test_an_entry_whose_attribute_is_gone_says_so():
+    with pytest.raises(LookupError, match="there is no attribute of module collections 'NoSuchThing'"):
+        PARTS["odd"]
+
+
+@pytest.mark.parametrize("line", ["import no_such_package", "from no_such_package.sub import thing"])
+def test_a_package_that_a_users_module_needs_is_the_one_that_is_named(folder, line):
+    write(folder / "mine_needs.py", line)
+    look_in(folder)
+    with pytest.raises(MissingPackage) as error:
+        MODELS["mine_needs:Net"]
+    assert "model 'mine_needs:Net' needs the package 'no_such_package', which is not installed" in str(error.value)
+    assert error.value.name == "no_such_package"
+    assert isinstance(error.value, ImportError)
+
+
+def test_the_extra_is_suggested_only_for_what_the_package_itself_needs(folder):
+    """`equipoise[lab]` does not bring what a user's own module imports."""
+    write(folder / "mine_wants.py", "import no_such_package")
+    look_in(folder)
+    with pytest.raises(MissingPackage) as error:
+        MODELS["mine_wants:Net"]
+    assert "equipoise[lab]" not in str(error.value)
+    with pytest.raises(MissingPackage, match=r"pip install 'equipoise\[lab\]'"):
+        Registry("part", {"own": "mine_wants:Net"})["own"]
+
+
+def test_a_module_missing_inside_a_users_package_is_not_taken_for_the_package(folder):
+    write(folder / "mine_half" / "__init__.py", "from mine_half import gone")
+    write(folder / "mine_whole" / "__init__.py", "import mine_whole.gone")
+    look_in(folder)
+    with pytest.raises(ImportError, match="cannot import name 'gone'"):
+        MODELS["mine_half:Net"]
+    with pytest.raises(MissingPackage, match="needs the package 'mine_whole.gone'"):
+        MODELS["mine_whole:Net"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("1 / 0", ZeroDivisionError),
+        ("{}['here']", KeyError),
+        ("raise ValueError('mine')", ValueError),
+        ("from json import no_such_name", ImportError),
+        ("def broken(:", SyntaxError),
+    ],
+)
+def test_an_error_inside_a_users_module_is_kept_as_it_is(folder, text, kind):
+    module = f"mine_raises_{kind.__name__.lower()}"
+    write(folder / f"{module}.py", text)
+    look_in(folder)
+    with pytest.raises(kind) as error:
+        MODELS[f"{module}:Net"]
+    assert type(error.value) is kind
+
+
+# Options
+
+
+def takes(width, depth=2, *, bias=True):
+    return width, depth, bias
+
+
+def takes_anything(width, **rest):
+    return width, rest
+
+
+def test_options_and_facts_are_given_by_name():
+    assert call(takes, {"depth": 5}, {"width": 3, "classes": 10}, "part 'takes'") == (3, 5, True)
+
+
+def test_an_option_comes_before_a_fact():
+    assert call(takes, {"width": 4}, {"width": 3}, "part 'takes'") == (4, 2, True)
+
+
+def test_a_fact_fills_a_parameter_that_has_a_default():
+    assert call(takes, {"width": 1}, {"depth": 9}, "part 'takes'") == (1, 9, True)
+
+
+def test_options_and_facts_are_not_changed():
+    options, facts = {"width": 1}, {"depth": 9, "classes": 3}
+    call(takes, options, facts, "part 'takes'")
+    assert (options, facts) == ({"width": 1}, {"depth": 9, "classes": 3})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(UnknownOption) as error:
+        call(takes, {"width": 1, "dept": 3}, {}, "part 'takes'")
+    assert str(error.value) == "part 'takes' has no option 'dept'; did you mean 'depth'? options: bias, depth, width."
+    assert error.value.option == "dept"
+    assert isinstance(error.value, TypeError)
+
+
+def test_what_the_data_set_gives_is_not_listed_among_the_options():
+    with pytest.raises(UnknownOption, match=r"has no option 'x'; options: bias, depth\.$"):
+        call(takes, {"x": 1}, {"width": 3}, "part 'takes'")
+
+
+def test_a_part_without_options_says_none():
+    with pytest.raises(UnknownOption, match=r"part 'bare' has no option 'x'; options: none\.$"):
+        call(lambda: None, {"x": 1}, {}, "part 'bare'")
+
+
+def test_a_constructor_that_takes_anything_is_given_the_options_but_not_the_facts():
+    assert call(takes_anything, {"width": 1, "colour": "red"}, {"classes": 10}, "part") == (1, {"colour": "red"})
+    assert call(takes_anything, {"colour": "red"}, {"width": 2}, "part") == (2, {"colour": "red"})
+
+
+def test_missing_arguments_are_all_named():
+    with pytest.raises(TypeError) as error:
+        call(lambda b, a, c=1: None, {}, {"classes": 10}, "model 'mine:Net'")
+    assert str(error.value) == "model 'mine:Net' needs a, b, which neither the recipe nor the data set gives."
+
+
+def test_parameters_of_functions_classes_and_partials():
+    class Net:
+        def __init__(self, width, *layers, depth=2, **rest): ...
+
+    assert parameters(takes) == ({"width", "depth", "bias"}, {"width"}, False)
+    assert parameters(Net) == ({"width", "depth"}, {"width"}, True)
+
+
+@pytest.mark.parametrize("thing", [3, "text", None])
+def test_what_cannot_be_called_is_refused(thing):
+    with pytest.raises(TypeError, match="not a callable"):
+        call(thing, {}, {}, "part")
+
+
+def test_an_error_of_the_constructor_itself_is_kept():
+    def refuses(width):
+        raise ValueError(f"width is {width}")
+
+    with pytest.raises(ValueError, match="width is 3"):
+        call(refuses, {"width": 3}, {}, "part")
+
+
+# Models by name
+
+
+def test_models_are_created_by_name():
+    assert "conv-equilibrium" in list_models()
+    model = create_model("conv-equilibrium", shape=(1, 8, 8), classes=3, channels=4)
+    assert isinstance(model, nn.Module)
+    assert eq.create_model is create_model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("conv-equilibrum",), LookupError, "there is no model 'conv-equilibrum'; did you mean 'conv-equilibrium'?"),
+        (("conv-equilibrium", {"shape": (1, 8, 8)}), TypeError, "model 'conv-equilibrium' needs classes"),
+        (
+            ("conv-equilibrium", {"shape": (1, 8, 8), "classes": 3, "chanels": 4}),
+            UnknownOption,
+            "model 'conv-equilibrium' has no option 'chanels'; did you mean 'channels'? options: bound, channels",
+        ),
+        (("conv-equilibrium", {"shape": (1, 8, 8), "classes": 1}), ValueError, "classes is 1; a classifier needs"),
+    ],
+)
+def test_a_model_that_cannot_be_made_says_why(arguments, error, words):
+    name, options = (*arguments, {})[:2]
+    with pytest.raises(error) as raised:
+        create_model(name, **options)
+    assert words in str(raised.value)

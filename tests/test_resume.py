@@ -1,0 +1,515 @@
+"""Training that is killed, stopped and resumed ends as if nothing had happened, bit for bit."""
+
+import math
+import pickle
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import equipoise as eq
+from equipoise.lab import checkpoints
+from equipoise.lab.checkpoints import CheckpointError
+from equipoise.lab.files import read_json
+from equipoise.lab.runs import Run
+from lab_helpers import (
+    EPOCHS,
+    SOURCES,
+    STEPS,
+    TESTS,
+    assert_readable,
+    assert_same,
+    latest,
+    parts,
+    patterns,
+    resume,
+    resume_command,
+    run,
+    start,
+    timeless,
+    train,
+    write_recipe,
+)
+
+NEVER = "training.checkpoint_every=1000"  # only after every epoch
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The recipe trained without a stop."""
+    return train(tmp_path_factory.mktemp("reference"))
+
+
+# Killed
+
+
+@pytest.mark.parametrize(("kills", "epochs"), [(3, 12), pytest.param(20, 80, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path, kills, epochs):
+    changes = (f"phases.0.epochs={epochs}", "training.checkpoint_every=1", "model.ballast=300000")
+    uninterrupted = train(tmp_path, *changes)
+    moments = random.Random(0)
+    process = start(tmp_path, "train", write_recipe(tmp_path), *changes)
+    for _ in range(kills):
+        while "samples to train on" not in process.text:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, process.text
+        killed = latest(tmp_path)
+        assert_readable(killed)
+        assert not killed.last.exists() or checkpoints.read(killed.last)[1]["progress"]["position"]["step"] > 0
+        for part in parts(killed):
+            part.write_bytes(b"nobody must read this")
+        process = start(tmp_path, "resume", killed.folder)
+    assert process.wait() == 0, process.text
+    assert_same(uninterrupted, killed)
+
+
+def test_killed_after_the_epoch_was_logged_and_before_it_was_saved(tmp_path):
+    """The log is ahead of the checkpoint, which was written at the very same step."""
+    changes = (f"training.checkpoint_every={STEPS}",)
+    uninterrupted = train(tmp_path, *changes)
+    killed = train(tmp_path, *changes, TEST_SIGNALS="best.safetensors 1 SIGKILL", expect=-9)
+    assert len(killed.epochs()) == 1
+    resume(killed)
+    assert_same(uninterrupted, killed)
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    uninterrupted = train(tmp_path, NEVER)
+    killed = train(tmp_path, NEVER, TEST_SIGNALS="loss 3 SIGKILL", expect=-9)
+    assert not killed.last.exists()
+    assert len(killed.records()) == 2
+    with killed.log.open("a") as log:
+        log.write('{"kind": "st')  # a line that was cut short
+    resume(killed)
+    assert_same(uninterrupted, killed)
+
+
+def test_what_a_killed_process_has_left_unfinished_is_removed(tmp_path):
+    killed = train(tmp_path, TEST_SIGNALS="last.safetensors 3 SIGKILL", expect=-9)
+    assert len(parts(killed)) == 1
+    resume(killed)
+    assert not parts(killed)
+
+
+PHASES = """
+[[phases]]
+name = "warm-up"
+epochs = 1
+gradient = {name = "unrolled", steps = 6}
+
+[[phases]]
+epochs = 1
+model = {activation = "relu"}
+
+[[phases]]
+epochs = 1
+optimizer = {name = "sgd", lr = 0.05, momentum = 0.9}
+schedule = {name = "cosine"}
+"""
+
+
+@pytest.mark.slow
+def test_killed_before_every_change_of_a_file(tmp_path):
+    uninterrupted = train(tmp_path, phases=PHASES)
+    number = 0
+    while True:
+        number += 1
+        process = start(
+            tmp_path, "train", write_recipe(tmp_path, PHASES), TEST_SIGNALS=f"patterns {number} SIGKILL"
+        )
+        if process.wait() == 0:
+            break
+        killed = latest(tmp_path)
+        if (killed.folder / "run.json").exists():  # there is something to resume
+            assert_readable(killed)
+            resume(killed)
+            assert_same(uninterrupted, killed)
+    assert number > 30
+
+
+# Stopped
+
+
+@pytest.mark.parametrize(
+    ("moment", "code"),
+    [
+        ("loss 6 SIGINT", 130),
+        ("loss 8 SIGTERM", 143),  # the last step of an epoch
+        ("measure 3 SIGTERM", 143),  # validation
+        ("measure 8 SIGINT", 130),  # the test of the last weights, when training is done
+        ("measure 11 SIGTERM", 143),  # the test of the best weights
+    ],
+)
+def test_stopped(tmp_path, reference, moment, code):
+    text = run(tmp_path, "train", write_recipe(tmp_path), TEST_SIGNALS=moment, expect=code)
+    stopped = latest(tmp_path)
+    assert stopped.status == "interrupted"
+    assert not parts(stopped)
+    run(tmp_path, *shlex.split(resume_command(text)))
+    assert_same(reference, stopped)
+
+
+def test_stopped_at_the_step_it_says(tmp_path):
+    text = run(tmp_path, "train", write_recipe(tmp_path), TEST_SIGNALS="loss 6 SIGTERM", expect=143)
+    assert "stopped at step 6 and saved" in text
+    assert checkpoints.read(latest(tmp_path).last)[1]["progress"]["position"]["step"] == 6
+
+
+def test_the_command_to_continue_works_for_any_folder_name(tmp_path):
+    words = ("train", write_recipe(tmp_path), "--runs", "my runs")
+    text = run(tmp_path, *words, TEST_SIGNALS="loss 2 SIGINT", expect=130)
+    assert "resumed at step 2" in run(tmp_path, *shlex.split(resume_command(text)))
+
+
+def test_two_interrupts_stop_at_once(tmp_path, reference):
+    moment = "loss 6 SIGINT,loss 6 SIGINT"
+    text = run(tmp_path, "train", write_recipe(tmp_path), TEST_SIGNALS=moment, expect=130)
+    assert text.splitlines()[-1] == "interrupted"
+    stopped = latest(tmp_path)
+    assert checkpoints.read(stopped.last)[1]["progress"]["position"]["step"] == 4  # that of the epoch
+    resume(stopped)
+    assert_same(reference, stopped)
+
+
+def test_stopped_by_a_person(tmp_path):
+    """The whole command, from outside: the default recipe's data, Ctrl-C, the command that it names."""
+
+    def command(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "equipoise", *words],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "PATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    pytest.importorskip("sklearn")
+    log = tmp_path / "runs" / "core-digits-001" / "log.jsonl"
+    with command("train", "--budget", "smoke", "training.log_every=1", "phases.0.epochs=50") as process:
+        while process.poll() is None and not (log.exists() and log.read_text()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate()
+        assert process.returncode == 130, text
+    assert shlex.split(resume_command(text)) == ["resume", str(log.parent.relative_to(tmp_path))]
+
+
+def test_a_sweep_is_resumed_as_a_whole(tmp_path):
+    uninterrupted = train(tmp_path, "seeds=2").folder
+    words = ("train", write_recipe(tmp_path), "seeds=2")
+    text = run(tmp_path, *words, TEST_SIGNALS="loss 5 SIGTERM", expect=143)  # in the first seed
+    stopped = latest(tmp_path).folder
+    assert resume_command(text) == f"resume {stopped.relative_to(tmp_path)}"
+    text = run(tmp_path, "resume", stopped, TEST_SIGNALS="loss 12 SIGTERM", expect=143)  # in the second
+    text = run(tmp_path, *shlex.split(resume_command(text)))
+    assert "over 2 seeds" in text
+    for seed in ("seed-0", "seed-1"):
+        assert_same(Run(uninterrupted / seed), Run(stopped / seed))
+    assert timeless(Run(uninterrupted).result) == timeless(Run(stopped).result)
+    seeds = [Run(stopped / seed).last for seed in ("seed-0", "seed-1")]
+    assert not checkpoints.same_weights(*seeds)
+
+
+def test_a_sweep_does_not_go_on_after_a_request_at_the_end_of_a_run(tmp_path):
+    text = run(tmp_path, "train", write_recipe(tmp_path), "seeds=2", TEST_SIGNALS="result.json 1 SIGTERM", expect=143)
+    run(tmp_path, *shlex.split(resume_command(text)))
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    finished = train(tmp_path, "phases.0.epochs=1")
+
+    def files() -> dict[Path, tuple[bytes, int]]:
+        paths = (path for path in finished.folder.rglob("*") if path.is_file() and path.name != ".lock")
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+    before = files()
+    text = resume(finished)
+    assert files() == before
+    assert f"test accuracy     {(finished.result or {})['test']['accuracy']:.2%}" in text
+
+
+def test_a_run_belongs_to_one_process_at_a_time(tmp_path, reference):
+    first = start(tmp_path, "train", write_recipe(tmp_path), TEST_SIGNALS="loss 5 SIGSTOP")
+    while not (tmp_path / "runs").exists() or not latest(tmp_path).last.exists() or len(latest(tmp_path).records()) < 5:
+        time.sleep(0.01)  # until it stands still
+    held = latest(tmp_path)
+    assert held.status == "running"
+    text = resume(held, expect=2)
+    assert text.startswith(f"equipoise: {held.folder} is being trained by another process")
+    first.send(signal.SIGCONT)
+    assert first.wait() == 0, first.text
+    assert_same(reference, held)
+
+
+# Phases and schedules
+
+
+@pytest.mark.parametrize(
+    ("moment", "code", "changes", "stops"),
+    [
+        ("loss 1 SIGTERM", 143, (), 3 * STEPS),  # every process makes one step
+        (f"loss {STEPS + 1} SIGKILL", -9, (NEVER,), 2),  # every process starts where an epoch and a phase end
+        ("measure 3 SIGTERM", 143, (), 2),  # every process starts before a validation
+    ],
+)
+def test_phases_are_stopped_anywhere(tmp_path, moment, code, changes, stops):
+    uninterrupted = train(tmp_path, *changes, phases=PHASES)
+    stopped = train(tmp_path, *changes, phases=PHASES, TEST_SIGNALS=moment, expect=code)
+    for _ in range(stops - 1):
+        resume(stopped, TEST_SIGNALS=moment, expect=code)
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
+
+
+def test_phases_change_what_they_say(tmp_path):
+    run = train(tmp_path, phases=PHASES)
+    rates = [record["lr"] for record in run.records() if record["kind"] == "step"]
+    assert rates == pytest.approx(
+        [one_cycle(step, 2 * STEPS, 0.02) for step in range(2 * STEPS)]
+        + [cosine(step, STEPS, 0.05) for step in range(STEPS)]
+    )
+    backward = [list(epoch["train"]["solver"]) for epoch in run.epochs()]
+    assert backward == [["forward"], ["forward", "backward"], ["forward", "backward"]]
+    assert [epoch["phase"] for epoch in run.epochs()] == [0, 1, 2]
+    _, facts = checkpoints.read(run.last)
+    assert facts["phase"] == 2
+    assert facts["learner"]["optimizer"]["groups"][0]["momentum"] == 0.9
+    assert "betas" not in facts["learner"]["optimizer"]["groups"][0]
+
+
+def test_a_phase_after_one_with_an_optimizer_of_its_own(tmp_path):
+    phases = EPOCHS + '\n[[phases]]\nepochs = 1\noptimizer = {name = "sgd", lr = 0.1}\n\n[[phases]]\nepochs = 1\n'
+    uninterrupted = train(tmp_path, "phases.0.epochs=1", phases=phases)
+    stopped = train(tmp_path, "phases.0.epochs=1", phases=phases, TEST_SIGNALS="loss 10 SIGTERM", expect=143)
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
+
+
+def test_the_best_weights_are_tested_in_their_own_phase(tmp_path):
+    """What the result says of the best weights is what `equipoise evaluate` says of them."""
+    worse = 'model = {activation = "cos"}\noptimizer = {lr = 0.0}\nschedule = {name = "constant"}\n'
+    trained = train(tmp_path, phases=f"{EPOCHS}\n[[phases]]\nepochs = 1\n{worse}")
+    result = trained.result or {}
+    assert result["best"]["epoch"] <= 3
+    run(tmp_path, "evaluate", trained.folder, "--json", "numbers.json")
+    assert read_json(tmp_path / "numbers.json") == result["test"]
+
+
+def cosine(step: int, steps: int, rate: float, final: float = 0.0) -> float:
+    return final + (rate - final) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def one_cycle(step: int, steps: int, top: float, start: float = 25.0, end: float = 1e4, warmup: float = 0.3) -> float:
+    """Half a cosine up to the top, and another down."""
+    turn = warmup * steps - 1
+    first, last = top / start, top / start / end
+    if step <= turn:
+        return cosine(step, turn, first, top) if turn else top
+    return cosine(step - turn, steps - 1 - turn, top, last)
+
+
+TOTAL = 3 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate", "momentum"),
+    [
+        (["schedule.name=constant"], lambda step: 0.1, lambda step: 0.9),
+        (
+            ["schedule.name=step", "schedule.every=1", "schedule.factor=0.5"],
+            lambda step: 0.1 * 0.5 ** (step // STEPS),
+            lambda step: 0.9,
+        ),
+        (
+            ["schedule.name=step", "schedule.at=[1]"],
+            lambda step: 0.1 if step < STEPS else 0.01,
+            lambda step: 0.9,
+        ),
+        (
+            ["schedule.name=cosine", "schedule.final=0.01"],
+            lambda step: cosine(step, TOTAL, 0.1, 0.01),
+            lambda step: 0.9,
+        ),
+        (
+            ["schedule.name=one-cycle", "schedule.momentum=[0.5, 0.8]", "schedule.start=10", "schedule.end=100"],
+            lambda step: one_cycle(step, TOTAL, 0.1, 10, 100),
+            lambda step: 1.3 - one_cycle(step, TOTAL, 0.8, 0.8 / 0.5, 1.0),  # between 0.8 and 0.5, the other way
+        ),
+    ],
+    ids=["constant", "step", "step at", "cosine", "one-cycle"],
+)
+def test_schedules(tmp_path, schedule, rate, momentum):
+    changes = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.nesterov=true", *schedule)
+    phases = EPOCHS
+    uninterrupted = train(tmp_path, *changes, phases=phases)
+    stopped = train(tmp_path, *changes, phases=phases, TEST_SIGNALS="loss 6 SIGTERM", expect=143)
+    (group,) = checkpoints.read(stopped.last)[1]["learner"]["optimizer"]["groups"]
+    assert (group["lr"], group["momentum"]) == pytest.approx((rate(6), momentum(6)))
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
+    rates = [record["lr"] for record in stopped.records() if record["kind"] == "step"]
+    assert rates == pytest.approx([rate(step) for step in range(TOTAL)])
+
+
+# Optimizers, precisions, layouts
+
+CONVOLUTIONS = ("model.name=conv-equilibrium", "model.channels=8", "model.pool=2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01"),
+        ("optimizer.name=adam", "optimizer.amsgrad=true"),
+        ("optimizer.name=nadam",),
+        ("optimizer.name=rmsprop", "optimizer.momentum=0.5", "optimizer.centered=true", "schedule.name=constant"),
+        ("optimizer.name=adagrad", "optimizer.lr_decay=0.1"),
+        ("optimizer.name=torch.optim:Adadelta", "schedule.name=cosine"),
+        ("training.precision=float64",),
+        ("training.precision=bfloat16",),
+        ("training.precision=float16",),
+        ("training.clip=0.1",),
+        ("training.channels_last=true", *CONVOLUTIONS),
+        ("data.validation=0",),
+        ("schedule.end=inf",),
+    ],
+    ids=lambda changes: " ".join(changes[:2]),
+)
+def test_every_setting_resumes(tmp_path, changes):
+    changes = (*changes, "phases.0.epochs=2")
+    uninterrupted = train(tmp_path, *changes)
+    stopped = train(tmp_path, *changes, TEST_SIGNALS=f"loss {STEPS + 2} SIGTERM", expect=143)
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
+
+
+# Failures
+
+FAILING = ("tolerance.max_steps=1", "tolerance.relative=1e-9", "phases.0.epochs=2", "model.norm=false")
+
+
+def weights_without_training(folder: Path) -> dict[str, torch.Tensor]:
+    """Those that a run starts from: training with a rate of zero."""
+    run = train(folder, "optimizer.lr=0.0", "schedule.name=constant", "phases.0.epochs=1", "model.norm=false")
+    return {name: value for name, value in checkpoints.read(run.last)[0].items() if name.startswith("model/")}
+
+
+def test_failed_solves_are_reported_and_trained_on(tmp_path):
+    failing = train(tmp_path, *FAILING)
+    assert (failing.result or {})["failed_steps"] == 2 * STEPS
+    assert failing.epochs()[0]["train"]["solver"]["forward"]["failed"] == 1
+    start, end = weights_without_training(tmp_path), checkpoints.read(failing.last)[0]
+    assert not torch.equal(start["model/head.weight"], end["model/head.weight"])
+
+
+def test_failed_steps_are_skipped(tmp_path):
+    """No weight moves; the first step is skipped, too, which torch must not take for a mistake."""
+    failing = train(tmp_path, *FAILING, "failures.policy=skip")
+    assert (failing.result or {})["failed_steps"] == 2 * STEPS
+    start, end = weights_without_training(tmp_path), checkpoints.read(failing.last)[0]
+    assert all(torch.equal(start[name], end[name]) for name in start if name != "model/calls")
+
+
+def test_too_many_failed_steps_end_training(tmp_path):
+    words = ("train", write_recipe(tmp_path), *FAILING, "failures.stop_after=5")
+    text = run(tmp_path, *words, expect=2)
+    failed = latest(tmp_path)
+    assert text.splitlines()[-1].startswith("equipoise: 5 steps in a row failed")
+    assert "Traceback" not in text
+    assert checkpoints.read(failed.last)[1]["progress"]["position"]["step"] == 5
+    assert failed.result is None
+
+
+def test_a_step_that_is_not_a_number_is_not_made(tmp_path):
+    """Whether it is the first or a later one; what a broken step leaves in running statistics is not kept either."""
+    changes = ("model.broken=[1, 6]", "phases.0.epochs=2")
+    uninterrupted = train(tmp_path, *changes)
+    assert (uninterrupted.result or {})["failed_steps"] == 2
+    losses = [record["loss"] for record in uninterrupted.records() if record["kind"] == "step"]
+    assert [number for number, loss in enumerate(losses, 1) if loss is None] == [1, 6]
+    assert all(value.isfinite().all() for value in checkpoints.read(uninterrupted.last)[0].values())
+    stopped = train(tmp_path, *changes, TEST_SIGNALS="loss 6 SIGTERM", expect=143)
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
+
+
+# Loading
+
+
+def test_a_trained_model_is_loaded(reference):
+    images, labels = patterns().test.read(torch.arange(25))
+    model = eq.load(reference.folder)
+    result = reference.result or {}
+    with torch.no_grad():
+        outputs = model(images / 255)
+        assert not model.training
+        assert (outputs.argmax(1) == labels).double().mean().item() == result["test"]["accuracy"]
+        assert torch.equal(outputs, eq.load(reference.best)(images / 255))
+        last = eq.load(reference.folder, weights="last")(images / 255)
+        assert torch.equal(last, eq.load(reference.last)(images / 255))
+        loss = nn.functional.cross_entropy(last.double(), labels).item()
+    assert loss == pytest.approx(result["test_of_last"]["loss"], rel=1e-5)
+
+
+def test_a_model_beside_its_recipe_is_found(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_net.py").write_text("from lab_helpers import Net\n\n\nclass MyNet(Net): ...\n")
+    recipe = write_recipe(tmp_path / "mine")
+    run(tmp_path, "train", recipe, "model.name=my_net:MyNet", TEST_SIGNALS="loss 2 SIGTERM", expect=143)
+    resume(latest(tmp_path))
+    assert type(eq.load(latest(tmp_path).folder)).__name__ == "MyNet"
+
+
+def test_files_that_are_not_checkpoints_are_named(tmp_path, reference):
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(reference.last.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"damaged\.safetensors is not a safetensors file, or is damaged"):
+        eq.load(damaged)
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"weight": torch.zeros(3)}, foreign, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"foreign\.safetensors was not written by equipoise"):
+        eq.load(foreign)
+    newer = tmp_path / "newer.safetensors"
+    save_file({}, newer, metadata={"format": "2", "equipoise": "{}"})
+    with pytest.raises(CheckpointError, match=r"newer\.safetensors was written by a newer equipoise"):
+        eq.load(newer)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*none\.safetensors"):
+        eq.load(tmp_path / "none.safetensors")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (
+        ("plain.safetensors", pickle.dumps(Bomb())),
+        ("padded.safetensors", pickle.dumps(Bomb()) + b"\0" * 1000),
+    ):
+        Path(name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{name} is not a safetensors file"):
+            eq.load(name)
+    torch.save({"bomb": Bomb()}, "zip.safetensors")
+    with pytest.raises(CheckpointError, match="zip.safetensors is not a safetensors file"):
+        eq.load("zip.safetensors")
+    assert not Path("exploded").exists()
+
+
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path):
+    stopped = train(tmp_path, TEST_SIGNALS="loss 5 SIGTERM", expect=143)
+    stopped.last.write_bytes(b"\x08")
+    text = resume(stopped, expect=2)
+    assert text.startswith(f"equipoise: {stopped.last} is not a safetensors file, or is damaged")
