@@ -698,6 +698,8 @@ def test_checking_unpacked_archives_and_other_forms(tmp_path):
     row = ("imagenette2", tmp_path / "imagenette/imagenette2", None, "no published checksum")
     assert check("imagenette", [tmp_path]) == [row]
     assert check("digits", [tmp_path]) == []
+    with pytest.raises(LookupError, match="there is no data set 'minst'; did you mean 'mnist'"):
+        check("minst")
 
 
 def test_checking_a_file_that_was_compressed_anew(tmp_path, monkeypatch):

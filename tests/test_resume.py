@@ -1,6 +1,7 @@
 """Training that is killed, stopped and resumed ends as if nothing had happened, bit for bit."""
 
 import math
+import os
 import pickle
 import random
 import shlex
@@ -51,16 +52,16 @@ def reference(tmp_path_factory) -> Run:
 # Killed
 
 
-@pytest.mark.parametrize(("kills", "epochs"), [(3, 12), pytest.param(20, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "epochs"), [(3, 8), pytest.param(20, 80, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path, kills, epochs):
-    changes = (f"phases.0.epochs={epochs}", "training.checkpoint_every=1", "model.ballast=300000")
+    changes = (f"phases.0.epochs={epochs}", "training.checkpoint_every=1", "model.ballast=100000")
     uninterrupted = train(tmp_path, *changes)
     moments = random.Random(0)
     process = start(tmp_path, "train", write_recipe(tmp_path), *changes)
     for _ in range(kills):
         while "samples to train on" not in process.text:
             time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.2))
+        time.sleep(moments.uniform(0, 0.15))
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, process.text
         killed = latest(tmp_path)
@@ -124,9 +125,7 @@ def test_killed_before_every_change_of_a_file(tmp_path):
     number = 0
     while True:
         number += 1
-        process = start(
-            tmp_path, "train", write_recipe(tmp_path, PHASES), TEST_SIGNALS=f"patterns {number} SIGKILL"
-        )
+        process = start(tmp_path, "train", write_recipe(tmp_path, PHASES), TEST_SIGNALS=f"patterns {number} SIGKILL")
         if process.wait() == 0:
             break
         killed = latest(tmp_path)
@@ -144,10 +143,10 @@ def test_killed_before_every_change_of_a_file(tmp_path):
     ("moment", "code"),
     [
         ("loss 6 SIGINT", 130),
-        ("loss 8 SIGTERM", 143),  # the last step of an epoch
+        (f"loss {STEPS} SIGTERM", 143),  # the last step of an epoch
         ("measure 3 SIGTERM", 143),  # validation
-        ("measure 8 SIGINT", 130),  # the test of the last weights, when training is done
-        ("measure 11 SIGTERM", 143),  # the test of the best weights
+        ("measure 6 SIGINT", 130),  # the test of the last weights, when training is done
+        ("measure 9 SIGTERM", 143),  # the test of the best weights
     ],
 )
 def test_stopped(tmp_path, reference, moment, code):
@@ -181,28 +180,26 @@ def test_two_interrupts_stop_at_once(tmp_path, reference):
     assert_same(reference, stopped)
 
 
-def test_stopped_by_a_person(tmp_path):
-    """The whole command, from outside: the default recipe's data, Ctrl-C, the command that it names."""
+def test_stopped_by_a_person(tmp_path, reference):
+    """The whole command from outside, as a person stops it and continues."""
 
-    def command(*words: str) -> subprocess.Popen[str]:
+    def command(*words: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "equipoise", *words],
+            [sys.executable, "-W", "error", "-m", "equipoise", *map(str, words)],
             cwd=tmp_path,
-            env={"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "PATH": ""},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SOURCES, TESTS))), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    pytest.importorskip("sklearn")
-    log = tmp_path / "runs" / "core-digits-001" / "log.jsonl"
-    with command("train", "--budget", "smoke", "training.log_every=1", "phases.0.epochs=50") as process:
-        while process.poll() is None and not (log.exists() and log.read_text()):
+    with command("train", write_recipe(tmp_path), "phases.0.epochs=1000") as process:
+        while process.poll() is None and not latest(tmp_path).records():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate()
-        assert process.returncode == 130, text
-    assert shlex.split(resume_command(text)) == ["resume", str(log.parent.relative_to(tmp_path))]
+    assert process.returncode == 130, text
+    assert resume_command(text) == "resume runs/patterns-001"
 
 
 def test_a_sweep_is_resumed_as_a_whole(tmp_path):
@@ -211,7 +208,7 @@ def test_a_sweep_is_resumed_as_a_whole(tmp_path):
     text = run(tmp_path, *words, TEST_SIGNALS="loss 5 SIGTERM", expect=143)  # in the first seed
     stopped = latest(tmp_path).folder
     assert resume_command(text) == f"resume {stopped.relative_to(tmp_path)}"
-    text = run(tmp_path, "resume", stopped, TEST_SIGNALS="loss 12 SIGTERM", expect=143)  # in the second
+    text = run(tmp_path, "resume", stopped, TEST_SIGNALS="loss 6 SIGTERM", expect=143)  # in the second
     text = run(tmp_path, *shlex.split(resume_command(text)))
     assert "over 2 seeds" in text
     for seed in ("seed-0", "seed-1"):
@@ -241,8 +238,10 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
 
 def test_a_run_belongs_to_one_process_at_a_time(tmp_path, reference):
     first = start(tmp_path, "train", write_recipe(tmp_path), TEST_SIGNALS="loss 5 SIGSTOP")
-    while not (tmp_path / "runs").exists() or not latest(tmp_path).last.exists() or len(latest(tmp_path).records()) < 5:
-        time.sleep(0.01)  # until it stands still
+    while (
+        len(latest(tmp_path).records()) < STEPS + 1
+    ):  # with that of the epoch, all that it writes before it stands still
+        time.sleep(0.01)
     held = latest(tmp_path)
     assert held.status == "running"
     text = resume(held, expect=2)
@@ -301,7 +300,7 @@ def test_the_best_weights_are_tested_in_their_own_phase(tmp_path):
     worse = 'model = {activation = "cos"}\noptimizer = {lr = 0.0}\nschedule = {name = "constant"}\n'
     trained = train(tmp_path, phases=f"{EPOCHS}\n[[phases]]\nepochs = 1\n{worse}")
     result = trained.result or {}
-    assert result["best"]["epoch"] <= 3
+    assert result["best"]["epoch"] <= 2
     run(tmp_path, "evaluate", trained.folder, "--json", "numbers.json")
     assert read_json(tmp_path / "numbers.json") == result["test"]
 
@@ -319,7 +318,7 @@ def one_cycle(step: int, steps: int, top: float, start: float = 25.0, end: float
     return cosine(step - turn, steps - 1 - turn, top, last)
 
 
-TOTAL = 3 * STEPS
+TOTAL = 2 * STEPS
 
 
 @pytest.mark.parametrize(
@@ -387,7 +386,6 @@ CONVOLUTIONS = ("model.name=conv-equilibrium", "model.channels=8", "model.pool=2
     ids=lambda changes: " ".join(changes[:2]),
 )
 def test_every_setting_resumes(tmp_path, changes):
-    changes = (*changes, "phases.0.epochs=2")
     uninterrupted = train(tmp_path, *changes)
     stopped = train(tmp_path, *changes, TEST_SIGNALS=f"loss {STEPS + 2} SIGTERM", expect=143)
     resume(stopped)
@@ -396,7 +394,7 @@ def test_every_setting_resumes(tmp_path, changes):
 
 # Failures
 
-FAILING = ("tolerance.max_steps=1", "tolerance.relative=1e-9", "phases.0.epochs=2", "model.norm=false")
+FAILING = ("tolerance.max_steps=1", "tolerance.relative=1e-9", "model.norm=false")
 
 
 def weights_without_training(folder: Path) -> dict[str, torch.Tensor]:
@@ -418,7 +416,7 @@ def test_failed_steps_are_skipped(tmp_path):
     failing = train(tmp_path, *FAILING, "failures.policy=skip")
     assert (failing.result or {})["failed_steps"] == 2 * STEPS
     start, end = weights_without_training(tmp_path), checkpoints.read(failing.last)[0]
-    assert all(torch.equal(start[name], end[name]) for name in start if name != "model/calls")
+    assert all(torch.equal(start[name], end[name]) for name in start)
 
 
 def test_too_many_failed_steps_end_training(tmp_path):
@@ -431,17 +429,16 @@ def test_too_many_failed_steps_end_training(tmp_path):
     assert failed.result is None
 
 
-def test_a_step_that_is_not_a_number_is_not_made(tmp_path):
-    """Whether it is the first or a later one; what a broken step leaves in running statistics is not kept either."""
-    changes = ("model.broken=[1, 6]", "phases.0.epochs=2")
-    uninterrupted = train(tmp_path, *changes)
-    assert (uninterrupted.result or {})["failed_steps"] == 2
-    losses = [record["loss"] for record in uninterrupted.records() if record["kind"] == "step"]
-    assert [number for number, loss in enumerate(losses, 1) if loss is None] == [1, 6]
-    assert all(value.isfinite().all() for value in checkpoints.read(uninterrupted.last)[0].values())
-    stopped = train(tmp_path, *changes, TEST_SIGNALS="loss 6 SIGTERM", expect=143)
-    resume(stopped)
-    assert_same(uninterrupted, stopped)
+@pytest.mark.parametrize("norm", ["false", "true"])
+def test_a_step_that_is_not_a_number_is_not_made(tmp_path, norm):
+    """One image breaks the batch that it is in; nothing of that batch stays in the weights or running statistics."""
+    changes = ("data.poison=7", "data.validation=0", "task.shift=0", f"model.norm={norm}")
+    broken = train(tmp_path, *changes)
+    assert (broken.result or {})["failed_steps"] == 2  # one of every epoch
+    losses = [record["loss"] for record in broken.records() if record["kind"] == "step"]
+    assert sum(loss is None for loss in losses) == 2
+    tensors, _ = checkpoints.read(broken.last)
+    assert all(tensor.isfinite().all() for name, tensor in tensors.items() if not name.startswith("sums/"))
 
 
 # Loading

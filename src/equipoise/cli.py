@@ -163,6 +163,7 @@ def parser() -> Parser:
     recipe_arguments(made, "FIGURE")
     made.add_argument(
         "--run",
+        dest="trained",
         type=Path,
         action="append",
         default=[],
@@ -282,7 +283,9 @@ def require_recipe(source: Source, name: str) -> None:
 
     verb = {Table: "reproduce", FigureSpec: "figure"}.get(kind_of(source))
     if verb:
-        raise RecipeError(f"{name} is a {kind_of(source).__name__.lower()}, not a recipe: equipoise {verb} {name}.")
+        raise RecipeError(
+            f"{name} is a {'table' if verb == 'reproduce' else 'figure'}, not a recipe: equipoise {verb} {name}."
+        )
 
 
 def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
@@ -409,7 +412,7 @@ def figure(arguments: Any) -> int:
                 arguments.recipe,
                 arguments.budget,
                 arguments.changes,
-                arguments.run,
+                arguments.trained,
                 arguments.runs,
                 machine,
                 arguments.data,

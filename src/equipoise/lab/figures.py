@@ -63,7 +63,8 @@ def training_curves(records: Records) -> Titled:
         if any(value is not None for _, value in points):
             figure, axis = blank("training step", name)
             curve(axis, points, name, BLUE)
-            if key == "gradient_norm":
+            found = [value for _, value in points if value]
+            if key == "gradient_norm" and found and max(found) > 30 * min(found):
                 axis.set_yscale("log")
             yield capital(name), finished(figure, axis, legend=False)
 
@@ -95,7 +96,8 @@ def solver_curves(records: Records, tolerance: float | None = None) -> Titled:
         yield title, finished(figure, axis)
     figure, axis = blank("training step", "samples of the batch")
     curve(axis, [(record["step"], record["failed_samples"]) for record in steps], "failed", BLUE)
-    axis.set_ylim(bottom=0, top=max(1, *axis.get_ylim()))
+    top = max(1, *axis.get_ylim())
+    axis.set_ylim(-0.03 * top, top)
     whole_numbers(axis.yaxis)
     yield "Samples that did not converge", finished(figure, axis, legend=False)
 
@@ -138,6 +140,7 @@ def histograms(sums: Sums) -> Titled:
         counts = torch.nn.functional.pad(counts, (0, -len(counts) % width)).view(-1, width).sum(1)
         edges = [first - 0.5 + width * i for i in range(len(counts) + 1)]
         bars(axis, counts, edges, direction)
+    axis.set_xlim(min(first - 1.5, middle := (first + last) / 2 - 6), max(last + 1.5, middle + 12))
     whole_numbers(axis.xaxis)
     yield "Solver steps", finished(figure, axis, legend=len(solved) > 1)
 
@@ -147,7 +150,7 @@ def histograms(sums: Sums) -> Titled:
     for direction in solved:
         bars(axis, sums[f"{direction} residuals"][first : last + 1], edges, direction)
     axis.set_xscale("log")
-    axis.set_xlim(edges[0] / 2, edges[-1] * 2)
+    axis.set_xlim(*(10 ** (DECADES[0] + end) for end in (first // PER_DECADE, last // PER_DECADE + 1)))  # whole decades
     yield "Residuals", finished(figure, axis, legend=len(solved) > 1)
 
 
@@ -183,7 +186,7 @@ def convergence_of(
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least 1 sample must be solved.")
     tolerance = Tolerance(relative=relative, max_steps=max_steps, patience=None)
-    figure = Figure(figsize=(7.2 if len(models) == 1 else 5.5 * len(models), 5.2), layout="constrained")
+    figure = Figure(figsize=(6 * len(models), 5), layout="constrained")
     for axis, (trained, split) in zip(
         figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True
     ):
@@ -212,7 +215,7 @@ def draw_convergence(axis: Axes, trained: Trained, split: Split, samples: int, t
     axis.set_ylim(max(low, tolerance.relative / 10), min(high, 1e3))  # what has diverged may leave the picture
     axis.set_xlabel("evaluations of f")
     which = f"\nthe first of its {len(layers)} equilibria" if len(layers) > 1 else ""
-    axis.set_title(plain(textwrap.fill(trained.recipe.title, 60)) + which, fontsize=11)
+    axis.set_title(plain(textwrap.fill(trained.recipe.title, 55)) + which, fontsize=11)
     axis.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))  # clear of the curves
     tidy(axis)
 

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+import os
 import re
 import shlex
 import statistics
@@ -76,6 +77,7 @@ class Picture:
     width: int
     height: int
     large: bool  # takes a line of its own
+    pixels: bool  # loses when it is shown larger or much smaller than it is
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,13 @@ class Look:
         return {name: value for name, value in self.test.items() if name != "solver"}
 
     @property
+    def weights(self) -> str:
+        """Which weights the metrics of the test split are of: "best" or "last"."""
+        if self.result is not None:
+            return self.result["weights"]
+        return self.trained.file.stem if self.trained is not None else ""
+
+    @property
     def best(self) -> dict[str, Any] | None:
         """The best validation metric so far."""
         if self.result is not None or self.trained is None:
@@ -142,12 +151,16 @@ class Look:
         return parameter_count(self.trained.model) if self.trained is not None else None
 
     @property
-    def steps(self) -> int:
-        return self.records[-1]["step"] if self.records else 0
+    def steps(self) -> int | None:
+        """Of training, as far as the log goes."""
+        return self.records[-1]["step"] if self.records else None
 
     @property
-    def seconds(self) -> float:
-        return self.result["seconds"] if self.result is not None else self.epochs[-1]["seconds"] if self.epochs else 0.0
+    def seconds(self) -> float | None:
+        """Of training, as far as the log goes."""
+        if self.result is not None:
+            return self.result["seconds"]
+        return self.epochs[-1]["seconds"] if self.epochs else None
 
     @property
     def command_name(self) -> str:
@@ -172,7 +185,9 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
     """
     if not runs:
         raise ValueError("a report needs at least one run: equipoise report RUN.")
-    path = out or runs[0].folder / "report.html"
+    runs = list(dict.fromkeys(runs))  # one given twice is still one
+    path = out or runs[0].folder
+    path = path / "report.html" if path.is_dir() else path
     if path.suffix == ".md":
         raise ValueError(f"the report's file is {path}; the page and its table beside it (.md) need different names.")
     if not machine.leads:
@@ -185,13 +200,10 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The shortest ends of the folders' paths that tell the runs apart."""
-    parts = [run.folder.resolve().parts for run in runs]
-    for count in range(1, max(map(len, parts))):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return [str(run.folder) for run in runs]
+    """The runs' folders, seen from the nearest folder that holds them all."""
+    folders = [run.folder.resolve() for run in runs]
+    parent = os.path.commonpath([folder.parent for folder in folders])
+    return [folder.relative_to(parent).as_posix() for folder in folders]
 
 
 # Looking at a run
@@ -229,8 +241,7 @@ def unfinished(known: Look) -> Notice:
             f"Training is under way: {done}. To write this page again later:", f"equipoise report {known.command_name}"
         )
     if known.status == "interrupted":
-        which = "best weights so far" if known.epochs else "weights so far"
-        text = f"Training has not ended: {done}, and numbers are of the {which}. To continue:"
+        text = f"Training has not ended: {done}, and the numbers are those so far. To continue:"
     else:
         text = "Training has not ended and there is no checkpoint yet, so that there is nothing to measure. To train:"
     return Notice(text, f"equipoise resume {known.command_name}")
@@ -275,9 +286,7 @@ def page(looks: list[Look], markdown_name: str) -> str:
 def section(entry: Look) -> dict[str, Any]:
     """A run's part of the page."""
     recipe = entry.recipe
-    named = (
-        f"recipe {entry.facts['recipe']}, data set {recipe.data.name}, model {recipe.model.name}, seed {recipe.seed}"
-    )
+    names = (f"recipe {entry.facts['recipe']}", f"data set {recipe.data.name}", f"model {recipe.model.name}")
     return {
         "label": entry.label,
         "status": entry.status,
@@ -290,15 +299,14 @@ def section(entry: Look) -> dict[str, Any]:
 
 def cards(entry: Look) -> Iterator[Card]:
     """The numbers people look for first."""
-    weights = {"best": "best weights", "last": "last weights"}[(entry.result or {}).get("weights", "best")]
     for name, value in entry.test_metrics.items():
-        yield Card(f"test {name}", shown(name, value), weights)
+        yield Card(f"test {name}", shown(name, value), f"{entry.weights} weights")
     if entry.best is not None:
         name, value, epoch = entry.best["metric"], entry.best["value"], entry.best["epoch"]
         yield Card(f"validation {name}", shown(name, value), f"best, after epoch {epoch}")
     if entry.parameters is not None:
         yield Card("parameters", f"{entry.parameters:,}", entry.recipe.model.name)
-    if entry.seconds:
+    if entry.seconds is not None:
         yield Card("training time", duration(entry.seconds), f"{len(entry.epochs)} epochs, {entry.steps:,} steps")
     if (solver := entry.test.get("solver", {}).get("forward")) is not None:
         steps = solver["steps"]
@@ -389,7 +397,7 @@ def picture(title: str, figure: Figure, of: str) -> Picture:
     kind = "image/png" if pixels else "image/svg+xml"
     source = f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     width, height = (round(96 * inches) for inches in figure.get_size_inches())
-    return Picture(title, f"{title}, {of}", source, width, height, large=width > 500)
+    return Picture(title, f"{title}, {of}", source, width, height, width > 500, pixels)
 
 
 # Tables
@@ -406,7 +414,7 @@ def results(looks: list[Look]) -> Table:
     table = Table(tuple(heading), [])
     for rows in groups.values():
         table.rows.extend(tuple(shown(name, row.get(name)) for name in heading) for row in rows)
-        if len(rows) > 1:
+        if len(rows) > 1 and rows[0]["status"] == "finished":
             table.rows.append(mean_row(heading, rows))
     return table
 
@@ -430,11 +438,13 @@ def result_row(entry: Look) -> dict[str, Any]:
 
 def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Mean and sample standard deviation of every column that was measured."""
-    cells = {"run": f"mean ± spread of {len(rows)}", "recipe": rows[0]["recipe"]}
+    cells = {"run": f"mean ± spread of {len(rows)}"}
     for name in heading:
         values = [value for row in rows if isinstance(value := row.get(name), int | float)]
         if name.startswith(("test ", "best validation ")) and len(values) == len(rows):
-            cells[name] = f"{shown(name, statistics.fmean(values))} ± {shown(name, statistics.stdev(values))}"
+            spread = statistics.stdev(values)
+            shown_spread = percent(spread) if "accuracy" in name else f"{spread:.2g}"
+            cells[name] = f"{shown(name, statistics.fmean(values))} ± {shown_spread}"
     return tuple(cells.get(name, "") for name in heading)
 
 

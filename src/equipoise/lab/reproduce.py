@@ -40,7 +40,7 @@ def reproduce_table(
     prepared = [row_source(row, budget, changes, source) for row in table.rows]
     for row in prepared:
         check(row)  # every row's mistakes show before the first one trains
-    folder = machine.share(new_folder(parent, name) if machine.leads else None)
+    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     lines: list[dict[str, Any]] = []
     for row, recipe in zip(table.rows, prepared, strict=True):
         if machine.leads:
@@ -131,7 +131,7 @@ def draw_figure(
         prepared = open_recipe(recipe, budget, list(changes))
         check(prepared)
         runs.append(open_run(train_recipe(prepared, parent, machine, folders)))
-    path = out or (runs[0].folder / f"{name.replace('/', '-')}.png")
+    path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
     if machine.leads:
         find_outside(source)
         facts = {"runs": runs, "machine": machine, "folders": list(folders)}

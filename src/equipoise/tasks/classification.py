@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from equipoise.tasks.augmentation import flip, shift
 from equipoise.tasks.base import Batch, Sums, Task
+from equipoise.validation import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,18 +42,16 @@ class Classification(Task):
         label_smoothing: float = 0.0,
         top: int = 1,
     ):
-        if shift < 0:
-            raise ValueError(f"shift is {shift}; it must be 0 or more pixels.")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 1.")
-        if not 1 <= top <= max(len(class_names), 1):
-            raise ValueError(f"top is {top}; it must be between 1 and the number of classes, {len(class_names)}.")
         if not class_names:
             raise ValueError("the data set has no classes: choose another data set, or another task.")
         self.class_names = class_names
         self.shift, self.flip = shift, flip
         self.label_smoothing = label_smoothing
         self.top = top
+        require(self, "shift", at_least=0, whole=True)
+        require(self, "flip", kind=bool)
+        require(self, "label_smoothing", at_least=0, below=1)
+        require(self, "top", at_least=1, at_most=len(class_names), whole=True)
 
     def augment(self, batch: Batch, generator: torch.Generator) -> Batch:
         images, labels = batch
@@ -115,7 +114,8 @@ class Classification(Task):
     ) -> Iterator[tuple[str, Figure]]:
         if "confusion" in sums:
             yield "Confusion matrix", confusion_figure(sums["confusion"], self.class_names)
-        yield "Worst examples", self.worst_figure(model, batches())
+        if next(batches())[0].dim() == 4:  # inputs are images
+            yield "Worst examples", self.worst_figure(model, batches())
 
     @torch.no_grad()
     def worst_figure(self, model: nn.Module, batches: Iterator[Batch], count: int = 24) -> Figure:
@@ -145,7 +145,7 @@ def confusion_figure(confusion: Tensor, names: tuple[str, ...]) -> Figure:
     share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
     figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
     axis = figure.subplots()
-    drawn = axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    drawn = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(drawn, ax=axis, label="share of the class", shrink=0.8)
     axis.set(xlabel="taken for", ylabel="class")
     if size <= 20:
@@ -177,13 +177,8 @@ def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
     for axis in figure.subplots(rows, columns, squeeze=False).flat:
         axis.axis("off")
     for axis, (image, caption) in zip(figure.axes, entries, strict=False):
-        picture = image.clamp(0, 1).permute(1, 2, 0)
-        axis.imshow(
-            picture[..., 0] if picture.shape[2] == 1 else picture[..., :3],
-            cmap="gray",
-            vmin=0,
-            vmax=1,
-            interpolation="nearest",
-        )
+        picture = image if len(image) == 3 else image.mean(0, keepdim=True)  # grey unless there are three colours
+        pixels = picture.clamp(0, 1).permute(1, 2, 0).squeeze(2).numpy()
+        axis.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axis.set_title(caption, fontsize=7)
     return figure

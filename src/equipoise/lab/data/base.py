@@ -57,7 +57,10 @@ class FileSplit(Split):
         self.samples = samples
         self.decode = decode
         self.threads = threads
-        self.pool: ThreadPoolExecutor | None = None  # made at first use: a split may be copied to another process
+        self.pool: ThreadPoolExecutor | None = None  # made at first use
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "pool": None}  # threads stay in their process
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -66,7 +69,11 @@ class FileSplit(Split):
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
         decoded = self.pool.map(self.decode, [self.samples[row] for row in rows.tolist()])
-        return tuple(torch.stack(tensors) for tensors in zip(*decoded, strict=True))
+        columns = list(zip(*decoded, strict=True))
+        for tensors in columns:
+            if len(shapes := {tuple(tensor.shape) for tensor in tensors}) > 1:
+                raise ValueError(f"samples have the shapes {sorted(shapes)}; decode must give all of them the same.")
+        return tuple(torch.stack(tensors) for tensors in columns)
 
 
 class Subset(Split):

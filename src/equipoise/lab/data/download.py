@@ -73,7 +73,8 @@ def get(
             )
     target = Path(folder) / name
     there = [already_there(source, target) for source in sources]
-    if all(there):  # asked before anything is written: a shared copy may be read-only
+    left_over = any(Part(source, target).path.exists() for source in sources)
+    if all(there) and not left_over:  # asked before anything is written: a shared copy may be read-only
         if progress:
             say(f"{name}: already there, in {target}")
         return [path for files in there for path in files]

@@ -13,6 +13,7 @@ from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.places import Places
 from equipoise.lab.data.sources import OTHER_FORMS, SOURCES, Source, how_to_get
 from equipoise.lab.data.unpack import md5
+from equipoise.registry import unknown
 
 
 class Listed(NamedTuple):
@@ -68,6 +69,8 @@ def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
 
     Of the forms that a set is published in, those are listed of which something is there; else the one to download.
     """
+    if name not in ABOUT:
+        raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
     listed = [form for form in every if any(wanted.path for wanted in form)] or every[:1]
     return [Checked(w.file, w.path, size(w.path), verdict(w)) for form in listed for w in form]

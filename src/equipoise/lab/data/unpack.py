@@ -146,8 +146,6 @@ def inside(entry: Entry) -> Path:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if entry.refused:
         raise refusal(name, entry.refused)
-    if entry.size < 0:
-        raise refusal(name, f"says that it has {entry.size} bytes")
     if name.startswith("/") or re.match("[A-Za-z]:", name):
         raise refusal(name, "is an absolute path")
     if "\\" in name or "\0" in name:

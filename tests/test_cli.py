@@ -1,0 +1,301 @@
+"""The command line: help with an example everywhere, a sentence for every mistake, no traceback."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.cli import main, parser
+
+ROOT = Path(__file__).parent.parent
+
+
+def parsers(top=None, path=()):
+    """Every command's parser, with the words that lead to it."""
+    top = top or parser()
+    yield path, top
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from parsers(sub, (*path, name))
+
+
+COMMANDS = [path for path, _ in parsers()]
+
+
+def test_all_the_commands_are_there():
+    names = {path[0] for path in COMMANDS if path}
+    assert names == {
+        *("train", "resume", "evaluate", "predict", "report", "reproduce"),
+        *("figure", "recipes", "runs", "data", "doctor"),
+    }
+    assert {("data", "list"), ("data", "get"), ("data", "check")} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*path, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    example = re.search(r"Example: (equipoise .*)", re.sub(r"\s+", " ", text))
+    assert example
+    first = shlex.split(example[1].split(" && ")[0])[1:]
+    arguments, rest = parser().parse_known_args(first)  # the example is a command that parses
+    assert not [word for word in rest if "=" not in word]
+    assert first[: len(path)] == list(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A small finished run."""
+    folder = tmp_path_factory.mktemp("work")
+    assert main(["train", "core/digits", "--budget", "smoke", "--runs", str(folder), "--threads", "1"]) == 0
+    return folder / "core-digits-001"
+
+
+def fails(capsys, *words):
+    """The one sentence a wrong command prints; its exit code is 2."""
+    try:
+        code = main(list(map(str, words)))
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "there is no 'trian'; did you mean 'train'?"),
+        (["data", "gte"], "there is no 'gte'; did you mean 'get'?"),
+        (["train", "core/digts"], "there is no recipe 'core/digts'; did you mean 'core/digits'?"),
+        (["train", "core/digits", "--budgt", "small"], "there is no argument '--budgt'; did you mean '--budget'?"),
+        (["train", "core/digits", "--budget", "smal"], "there is no budget 'smal'; did you mean 'small'?"),
+        (["train", "core/digits", "optimizer.lrr=1"], "has no option 'lrr'; did you mean 'lr'?"),
+        (["train", "core/digits", "optimiser.lr=1"], "there is no key 'optimiser'; did you mean 'optimizer'?"),
+        (["train", "core/digits", "model.name=conv-equilibrum"], "did you mean 'conv-equilibrium'?"),
+        (["train", "core/digits", "data.name=digit"], "there is no data set 'digit'; did you mean 'digits'?"),
+        (["train", "core/digits", "training.batchsize=3"], "did you mean 'batch_size'?"),
+        (["train", "core/digits", "phases.7.epochs=3"], "phases.7 does not exist; phases has the entries 0 to 0"),
+        (["train", "core/digits", "phases.0.epochs=many"], "phases.0.epochs is 'many'; it must be a whole number"),
+        (["train", "core/digits", "phases.0.epochs=0"], "phases.0.epochs is 0; it must be at least 1"),
+        (["train", "core/digits", "nonsense"], "'nonsense' is not a change of a recipe; write key=value"),
+        (["train", "core/digits", "optimizer.lr=-1"], "Invalid learning rate: -1"),
+        (["train", "core/digits", "solver.name=andersen"], "there is no solver 'andersen'; did you mean 'anderson'?"),
+        (["train", "core/digits", "tolerance.relative=-1"], "relative is -1"),
+        (["train", "core/digits", "--device", "cuda:99"], "--device is 'cuda:99', which this machine cannot use"),
+        (["train", "core/digits", "--device", "gpu"], "--device is 'gpu', which this machine cannot use"),
+        (["train", "core/digits", "--threads", "0"], "--threads is 0; it must be at least 1"),
+        (["train", "core/digits", "--threads", "two"], "argument --threads: invalid int value: 'two'"),
+        (["train", "nowhere.toml"], "there is no file nowhere.toml"),
+        (["train", "core/table"], "core/table is a table, not a recipe: equipoise reproduce core/table"),
+        (
+            ["train", "core/convergence"],
+            "core/convergence is a figure, not a recipe: equipoise figure core/convergence",
+        ),
+        (["reproduce", "core/digits"], "core/digits is not a table: equipoise train core/digits"),
+        (["figure", "core/digits"], "core/digits is not a figure: equipoise train core/digits"),
+        (["recipes", "core/digit"], "did you mean 'core/digits'?"),
+        (["resume", "runs/none-001"], "there is no folder runs/none-001. `equipoise runs` lists runs."),
+        (["evaluate", "src"], "is not a run: it has no run.json"),
+        (["report", "runs/none-001"], "there is no folder runs/none-001"),
+        (["data", "get", "mnits"], "there is no data set 'mnits'; did you mean 'mnist'?"),
+        (["data", "get", "imagenet"], "imagenet cannot be downloaded: register at"),
+        (["data", "check", "mnits"], "did you mean 'mnist'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_gets_a_sentence(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert said in fails(capsys, *words)
+
+
+def test_a_missing_data_set_says_where_it_was_looked_for_and_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("EQUIPOISE_DATA", f"{tmp_path / 'a'}{os.pathsep}{tmp_path / 'b'}")
+    said = fails(capsys, "train", "core/cifar10", "--data", tmp_path / "given", "--runs", tmp_path / "runs")
+    places = [said.index(str(tmp_path / name)) for name in ("given", "a", "b", "cache")]
+    assert places == sorted(places)
+    assert "equipoise data get cifar10" in said
+    assert not list((tmp_path / "runs").iterdir())  # no run was begun
+
+
+def test_evaluate_predict_and_list_a_run(run, tmp_path, capsys):
+    from PIL import Image
+
+    assert main(["evaluate", str(run), "--json", str(tmp_path / "out.json"), "--limit", "50"]) == 0
+    printed = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert f"accuracy          {numbers['accuracy']:.2%}" in printed
+    assert "forward solves    100.00% of 50 converged" in printed
+
+    Image.new("RGB", (40, 30), "white").save(tmp_path / "white.png")
+    assert main(["predict", str(run), str(tmp_path / "white.png"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["image"] == str(tmp_path / "white.png")
+    assert 0 < answer["probability"] <= 1
+    assert main(["predict", str(run), str(tmp_path / "white.png")]) == 0
+    assert f"class {answer['class']}" in capsys.readouterr().out
+
+    assert main(["runs", str(run.parent)]) == 0
+    assert re.search(r"core-digits-001 +core/digits +finished +1/1 +0\.\d{4} +0\.\d{4}", capsys.readouterr().out)
+    assert main(["resume", str(run)]) == 0  # it is finished: says its result again
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_the_evaluation_equals_the_result(run, capsys):
+    result = json.loads((run / "result.json").read_text())
+    main(["evaluate", str(run)])
+    assert f"accuracy          {result['test']['accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_evaluate_under_another_task(run, capsys):
+    words = ["--task", "robustness", "radius=0.2", "steps=3", "--limit", "40"]
+    assert main(["evaluate", str(run), *words]) == 0
+    printed = capsys.readouterr().out
+    accuracy, robust = (
+        float(re.search(rf"^{name} +([\d.]+)%", printed, re.M)[1]) for name in ("accuracy", "robust accuracy")
+    )
+    assert robust <= accuracy
+    assert "did you mean 'radius'" in fails(capsys, "evaluate", run, "--task", "robustness", "raduis=0.2")
+    assert "did you mean 'robustness'" in fails(capsys, "evaluate", run, "--task", "robustnes")
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n broken"])
+def test_what_is_not_an_image_is_named(run, content, tmp_path, capsys):
+    (tmp_path / "x.png").write_bytes(content)
+    assert f"{tmp_path / 'x.png'} is not an image" in fails(capsys, "predict", run, tmp_path / "x.png")
+    assert "there is no file" in fails(capsys, "predict", run, tmp_path / "none.png")
+
+
+def test_lists(capsys):
+    assert main(["recipes"]) == 0
+    assert re.search(r"^core/digits +recipe +core +digits +9,322 ", capsys.readouterr().out, re.M)
+    assert main(["recipes", "core/digits"]) == 0
+    assert capsys.readouterr().out == (ROOT / "src/equipoise/recipes/core/digits.toml").read_text()
+    assert main(["data", "list"]) == 0
+    assert re.search(r"^digits +1437 \+ 360 +scikit-learn", capsys.readouterr().out, re.M)
+    assert main(["data", "check", "digits"]) == 0
+    assert "1437 + 360 samples" in capsys.readouterr().out
+
+
+def test_no_runs_yet(tmp_path, capsys):
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "`equipoise train` makes one" in capsys.readouterr().out
+
+
+def test_doctor_finds_everything_here(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "MISSING" not in printed
+    assert "a solve of 64 samples and its gradient" in printed
+
+
+def test_doctor_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor"]) == 1
+    assert "MISSING  safetensors (checkpoints): pip install 'equipoise[lab]'" in capsys.readouterr().out
+
+
+def test_a_figure_and_a_table(run, tmp_path, capsys):
+    out = tmp_path / "figure.png"
+    assert main(["figure", "core/convergence", "--run", str(run), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "is drawn from 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
+
+
+def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").write_text(
+        'title = "A table"\n'
+        '[[rows]]\nlabel = "one"\nrecipe = "core/digits"\npaper = 0.9\nspread = 0.01\n'
+        '[[rows]]\nlabel = "two"\nrecipe = "core/digits"\nchanges = {"model.channels" = 8, seeds = 2}\n'
+    )
+    assert main(["reproduce", "table.toml", "--budget", "smoke", "data.limit=64", "--runs", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| one \| accuracy \| 0\.9 \+- 0\.01 \| 0\.\d+ \| 9,322 \|$", printed, re.M)
+    assert re.search(r"^\| two \| accuracy \| - \| 0\.\d+ \+- [\d.]+ \| [\d,]+ \|$", printed, re.M)
+    rows = json.loads((tmp_path / "out" / "table-001" / "table.json").read_text())["rows"]
+    assert [row["seeds"] for row in rows] == [1, 2]
+
+
+def test_a_sweep_reports_mean_and_spread(tmp_path, capsys):
+    words = ["--budget", "smoke", "data.limit=64", "seeds=2", "seed=5", "--runs", str(tmp_path)]
+    assert main(["train", "core/digits", *words]) == 0
+    result = json.loads((tmp_path / "core-digits-001" / "result.json").read_text())
+    values = torch.tensor(result["test"]["accuracy"]["values"], dtype=torch.float64)
+    assert result["test"]["accuracy"]["mean"] == pytest.approx(values.mean().item())
+    assert result["test"]["accuracy"]["spread"] == pytest.approx(values.std().item())
+    assert {p.name for p in (tmp_path / "core-digits-001").glob("seed-*")} == {"seed-5", "seed-6"}
+    assert "over 2 seeds" in capsys.readouterr().out
+
+
+def test_runs_are_never_overwritten(tmp_path):
+    for _ in range(2):
+        words = ["data.limit=64", "data.validation=0", "--runs", str(tmp_path)]
+        assert main(["train", "core/digits", "--budget", "smoke", *words]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["core-digits-001", "core-digits-002"]
+    assert not (tmp_path / "core-digits-001" / "checkpoints" / "best.safetensors").exists()  # nothing to choose by
+    assert json.loads((tmp_path / "core-digits-001" / "result.json").read_text())["weights"] == "last"
+
+
+def test_python_m_equipoise_and_a_closed_pipe():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = f"{shlex.quote(sys.executable)} -m equipoise recipes | head -1"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("name")
+    assert done.stderr == ""
+
+
+def test_the_outside_example_trains_resumes_and_reports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = ROOT / "examples" / "outside" / "denoise.toml"
+    assert main(["train", str(recipe), "--budget", "smoke", "--report"]) == 0
+    page = (tmp_path / "runs" / "denoise-001" / "report.html").read_text()
+    assert "Restored signals" in page
+    assert main(["resume", "runs/denoise-001"]) == 0
+    assert main(["evaluate", "runs/denoise-001"]) == 0
+
+
+def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypatch):
+    import hashlib
+    import threading
+    from functools import partial
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    from equipoise.lab import listing
+    from equipoise.lab.data.sources import Source
+
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "good.bin").write_bytes(b"12345")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(served))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    md5 = hashlib.md5(b"12345").hexdigest()
+
+    def source(file, checksum):
+        monkeypatch.setitem(listing.SOURCES, "mnist", (Source(file, (f"{address}/{file}",), md5=checksum),))
+
+    source("good.bin", md5)
+    assert main(["data", "get", "mnist", "--to", str(tmp_path / "to")]) == 0
+    assert (tmp_path / "to" / "mnist" / "good.bin").read_bytes() == b"12345"
+    source("none.bin", md5)
+    assert "404" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "a")
+    source("good.bin", "0" * 32)
+    assert "checksum" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "b")
+    assert not [p for name in "ab" for p in (tmp_path / name).rglob("*") if p.is_file()]
+    server.shutdown()
+    server.server_close()
