@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import re
@@ -18,8 +19,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,16 @@ def watch_files(folder: Path) -> None:
 # Processes
 
 
+def until(condition: Callable[[], Any]) -> Any:
+    """What the condition gives, as soon as it is true."""
+    end = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+    return found
+
+
 @dataclass(frozen=True)
 class Process:
     """A child of the server at work on a command."""
@@ -207,13 +220,11 @@ class Process:
 
     def wait(self) -> int:
         """Its exit code, as subprocess gives it: -9 for a process that was killed."""
-        end = time.monotonic() + PATIENCE
-        while (code := server().ask({"poll": self.pid})) is None:
-            if time.monotonic() > end:
-                self.send(signal.SIGKILL)
-                raise AssertionError(f"the process does not end; it said:\n{self.text}")
-            time.sleep(0.005)
-        return code
+        try:
+            return until(lambda: server().ask({"poll": self.pid}))[0]
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            raise AssertionError(f"the process does not end; it said:\n{self.text}") from None
 
     @property
     def text(self) -> str:
@@ -221,17 +232,21 @@ class Process:
         return self.output.read_text()
 
 
+def environment() -> dict[str, str]:
+    """One in which this package and this file can be imported."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+
+
 class Server:
     """The process that forks children."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join([str(SOURCES), str(TESTS)])
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=environment(),
         )
         self.started = 0
         atexit.register(self.close)
@@ -327,16 +342,18 @@ def timeless(value: Any) -> Any:
 
 
 def assert_same(first: Run, second: Run) -> None:
-    """Two runs ended the same, bit for bit: weights, optimizer, schedule, log, result."""
-    assert timeless(first.records()) == timeless(second.records())
-    assert timeless(first.result) == timeless(second.result)
+    """Two runs ended the same, bit for bit: log, result, weights, optimizer, schedule, sums."""
+    for a, b in zip_longest(timeless(first.records()), timeless(second.records())):
+        assert a == b, f"the log has {b} instead of {a}"
+    assert timeless(first.result) == timeless(second.result), f"the result is {second.result}, not {first.result}"
     assert first.best.exists() == second.best.exists()
     for a, b in ((first.last, second.last), (first.best, second.best))[: 1 + first.best.exists()]:
-        assert checkpoints.same_weights(a, b)
+        assert checkpoints.same_weights(a, b), f"the weights of {a.name} differ"
         (tensors, facts), (others, other_facts) = checkpoints.read(a), checkpoints.read(b)
         assert tensors.keys() == others.keys()
-        assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-        assert timeless(facts) == timeless(other_facts)
+        different = [name for name in tensors if not torch.equal(tensors[name], others[name])]
+        assert not different, f"{different} of {a.name} differ"
+        assert timeless(facts) == timeless(other_facts), f"the facts of {a.name} are {other_facts}, not {facts}"
 
 
 def assert_readable(trained: Run) -> None:
@@ -352,8 +369,20 @@ def parts(trained: Run) -> list[Path]:
     return list(trained.folder.rglob("*.part"))
 
 
+def command(*words: object, python: Sequence[object] = ("-W", "error"), folder: Path) -> subprocess.Popen[str]:
+    """``python -m equipoise WORDS``, all of it."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, (*python, "-m", "equipoise", *words))],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def resume_command(text: str) -> str:
-    """The command after which a stopped process says that it can be continued."""
+    """The command by which a stopped process says that it can be continued."""
     found = re.search(r"stopped at step \d+ and saved; continue with: equipoise (.*)", text)
     assert found, text
     return found[1]
@@ -367,16 +396,18 @@ def serve() -> None:
     import torch._dynamo  # noqa: F401 (what training imports later is imported once, here)
 
     import equipoise.cli
+    import equipoise.lab.schedules
     import equipoise.lab.sweeps  # noqa: F401
     import lab_helpers
 
     with suppress(ImportError):
         from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+    gc.freeze()  # a child whose collector looks at all that was imported would copy it
     for line in sys.stdin:
         job = json.loads(line)
         if "poll" in job:
             pid, status = os.waitpid(job["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            answer = [os.waitstatus_to_exitcode(status)] if pid else []
         elif not (answer := os.fork()):
             lab_helpers.work(**job)
         print(json.dumps(answer), flush=True)

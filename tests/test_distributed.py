@@ -1,11 +1,7 @@
 """Two processes train as one does, and are stopped and resumed like one."""
 
-import os
 import shlex
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -13,11 +9,10 @@ from equipoise.lab import checkpoints
 from equipoise.lab.files import read_json
 from equipoise.lab.runs import Run
 from lab_helpers import (
-    SOURCES,
     STEPS,
-    TESTS,
     assert_readable,
     assert_same,
+    command,
     latest,
     resume,
     resume_command,
@@ -25,6 +20,7 @@ from lab_helpers import (
     run_two,
     start_two,
     train,
+    until,
     write_recipe,
 )
 
@@ -190,6 +186,13 @@ def test_failed_steps_are_counted_together(tmp_path):
     assert "3 steps in a row failed" in processes[0].text
 
 
+def test_a_batch_that_is_broken_for_one_process_is_for_both(tmp_path):
+    broken = train_two(tmp_path, "data.poison=7", "data.validation=0", "task.shift=0")
+    assert (broken.result or {})["failed_steps"] == 2  # one of every epoch
+    tensors, _ = checkpoints.read(broken.last)
+    assert all(tensor.isfinite().all() for name, tensor in tensors.items() if not name.startswith("sums/"))
+
+
 def test_a_run_in_use_is_refused_to_two_processes(tmp_path):
     stopped = train(tmp_path, TEST_SIGNALS="loss 2 SIGTERM", expect=143)
     with stopped.alone():
@@ -200,19 +203,12 @@ def test_a_run_in_use_is_refused_to_two_processes(tmp_path):
     assert "Traceback" not in processes[1].text
 
 
-def test_torchrun_is_asked_to_stop(tmp_path, uninterrupted):
+def test_torchrun_is_asked_to_stop(tmp_path):
     """torchrun hands SIGTERM on to the processes, which stop at the same step; they can be continued."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    with subprocess.Popen(
-        [*command, "-m", "equipoise", "train", write_recipe(tmp_path), "phases.0.epochs=1000"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SOURCES, TESTS))), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as torchrun:
-        while torchrun.poll() is None and not latest(tmp_path).records():
-            time.sleep(0.01)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    words = ("train", write_recipe(tmp_path), "phases.0.epochs=1000")
+    with command(*words, python=launcher, folder=tmp_path) as torchrun:
+        until(lambda: torchrun.poll() is not None or latest(tmp_path).records())
         torchrun.send_signal(signal.SIGTERM)
         text, errors = torchrun.communicate()
     assert torchrun.returncode, errors
@@ -220,3 +216,5 @@ def test_torchrun_is_asked_to_stop(tmp_path, uninterrupted):
     assert text.count("stopped at step") == 1
     stopped = latest(tmp_path)
     assert checkpoints.read(stopped.last)[1]["progress"]["position"]["step"] == stopped.records()[-1]["step"]
+    step = int(text.partition("stopped at step ")[2].split()[0])
+    assert f"resumed at step {step}" in resume_two(stopped, TEST_SIGNALS="loss 1 SIGTERM", expect=143)

@@ -1,4 +1,4 @@
-"""Names, the package's own and a user's, and the options that go with them: what is found, what is refused, how it is said."""
+"""Names, the package's own and a user's, and the options that go with them: what is found, what is refused, and how."""
 
 import importlib
 import os
@@ -78,7 +78,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_all_of_them_and_a_way_out(
     with pytest.raises(LookupError) as error:
         PARTS["cuonter"]
     assert str(error.value) == (
-        "there is no part 'cuonter'; did you mean 'counter'? known: counter, path, odd. Your own: part = 'my_module:MyName'."
+        "there is no part 'cuonter'; did you mean 'counter'? known: counter, path, odd. "
+        "Your own: part = 'my_module:MyName'."
     )
 
 
@@ -162,7 +163,9 @@ def test_a_missing_module_is_named_with_the_places_looked_in(name):
     module = name.partition(":")[0]
     with pytest.raises(LookupError) as error:
         MODELS[name]
-    assert str(error.value).startswith(f"model {name!r}: there is no module {module!r}; looked in the folder of the recipe")
+    assert str(error.value).startswith(
+        f"model {name!r}: there is no module {module!r}; looked in the folder of the recipe"
+    )
     assert "current folder" in str(error.value)
 
 
@@ -331,20 +334,20 @@ def test_models_are_created_by_name():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("name", "options", "error", "words"),
     [
-        (("conv-equilibrum",), LookupError, "there is no model 'conv-equilibrum'; did you mean 'conv-equilibrium'?"),
-        (("conv-equilibrium", {"shape": (1, 8, 8)}), TypeError, "model 'conv-equilibrium' needs classes"),
+        ("conv-equilibrum", {}, LookupError, "there is no model 'conv-equilibrum'; did you mean 'conv-equilibrium'?"),
+        ("conv-equilibrium", {"shape": (1, 8, 8)}, TypeError, "model 'conv-equilibrium' needs classes"),
         (
-            ("conv-equilibrium", {"shape": (1, 8, 8), "classes": 3, "chanels": 4}),
+            "conv-equilibrium",
+            {"shape": (1, 8, 8), "classes": 3, "chanels": 4},
             UnknownOption,
             "model 'conv-equilibrium' has no option 'chanels'; did you mean 'channels'? options: bound, channels",
         ),
-        (("conv-equilibrium", {"shape": (1, 8, 8), "classes": 1}), ValueError, "classes is 1; a classifier needs"),
+        ("conv-equilibrium", {"shape": (1, 8, 8), "classes": 1}, ValueError, "classes is 1; a classifier needs"),
     ],
 )
-def test_a_model_that_cannot_be_made_says_why(arguments, error, words):
-    name, options = (*arguments, {})[:2]
+def test_a_model_that_cannot_be_made_says_why(name, options, error, words):
     with pytest.raises(error) as raised:
         create_model(name, **options)
     assert words in str(raised.value)

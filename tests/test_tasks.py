@@ -1,7 +1,9 @@
 """Tasks: augmentation against a loop over images, classification against definitions, pictures that can be drawn."""
 
 import io
+import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -264,7 +266,7 @@ def measured(task, model, images, labels, cuts=()):
     """The metrics of a split that comes in the parts between the cuts."""
     totals = {}
     ends = [0, *sorted(cuts), len(images)]
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in itertools.pairwise(ends):
         if start < end:
             add(totals, task.measure(model, (images[start:end], labels[start:end])))
     return task.metrics(totals), totals
@@ -382,14 +384,14 @@ def drawn(figure):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("classes", [1, 2, 10, 20, 21, 100])
+@pytest.mark.parametrize("classes", [2, 10, 21, 100])
 def test_confusion_matrices_are_drawn(classes):
     confusion = torch.randint(9, (classes, classes), generator=generator())
     confusion[0] = 0  # a class of which there is no sample
     figure = confusion_figure(confusion, tuple(f"class {i}" for i in range(classes)))
     assert drawn(figure).startswith(b"\x89PNG")
     axis = figure.axes[0]
-    shares = torch.as_tensor(axis.images[0].get_array().data)
+    shares = torch.as_tensor(np.asarray(axis.images[0].get_array()))
     assert torch.equal(shares[0], torch.zeros(classes))
     assert ((shares.sum(1) - 1).abs() < 1e-6)[1:].all()
     written = [text.get_text() for text in axis.texts]
@@ -405,8 +407,7 @@ def test_sums_of_the_lab_are_drawn():
     assert all(text.get_text().isdecimal() for text in figure.axes[0].texts)
 
 
-@pytest.mark.parametrize("samples", [1, 5, 24, 60])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("samples", "channels"), [(1, 1), (5, 3), (60, 1)])
 def test_pictures_are_drawn(samples, channels):
     shape = (channels, 6, 6)
     images, labels = batch_of(samples, shape)
@@ -426,11 +427,12 @@ def test_pictures_are_drawn(samples, channels):
 def test_the_worst_examples_are_the_ones_with_the_largest_loss():
     images, labels = batch_of(50)
     model = Fixed()
-    figure = Classification(NAMES).worst_figure(model, iter(zip(images.split(9), labels.split(9), strict=True)), count=8)
+    batches = zip(images.split(9), labels.split(9), strict=True)
+    figure = Classification(NAMES).worst_figure(model, batches, count=8)
     losses = functional.cross_entropy(model(images), labels, reduction="none")
     chances, guesses = model(images).softmax(1).max(1)
     expected = losses.argsort(descending=True)[:8]
-    shown = [(axis.images[0].get_array().data, axis.get_title()) for axis in figure.axes]
+    shown = [(np.asarray(axis.images[0].get_array()), axis.get_title()) for axis in figure.axes]
     for (picture, caption), row in zip(shown, expected.tolist(), strict=True):
         assert torch.equal(torch.as_tensor(picture), images[row, 0])
         assert caption == f"{NAMES[labels[row]]}, taken for\n{NAMES[guesses[row]]} ({chances[row]:.0%})"

@@ -373,7 +373,8 @@ def report(arguments: Any) -> None:
         path = write_report(
             [open_run(folder) for folder in run_folders(arguments.folders)], machine, arguments.data, arguments.out
         )
-    print(f"report            {path}")
+        if machine.leads:
+            print(f"report            {path}")
 
 
 def run_folders(folders: list[Path]) -> list[Path]:

@@ -39,11 +39,18 @@ class Registry:
         """What the name stands for; ``"my_module:MyName"`` is taken from outside the package."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a {self.kind} is {name!r}; it must be a text.")
-        if name in self.entries:
-            return outside(self.entries[name], self.kind)
-        if ":" in name:
-            return outside(name, self.kind)
-        raise LookupError(unknown(self.kind, name, self.entries) + f" Your own: {self.kind} = 'my_module:MyName'.")
+        try:
+            if name in self.entries or ":" in name:
+                return outside(self.entries.get(name, name), self.kind)
+        except MissingPackage as error:
+            if name in self.entries:
+                error.msg += " pip install 'equipoise[lab]' brings it."
+            raise
+        raise UnknownName(unknown(self.kind, name, self.entries) + f" Your own: {self.kind} = 'my_module:MyName'.")
+
+
+class UnknownName(LookupError):
+    """A name that stands for nothing."""
 
 
 class MissingPackage(ImportError):
@@ -53,29 +60,30 @@ class MissingPackage(ImportError):
 def outside(name: str, kind: str) -> Any:
     """The attribute ``Name`` of module ``module`` for a text ``"module:Name"``."""
     module_name, _, attribute = name.partition(":")
+    missing = UnknownName(
+        f"{kind} {name!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "
+        "and Python's path."
+    )
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise missing
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise LookupError(
-                f"{kind} {name!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current "
-                "folder and Python's path."
-            ) from None
-        raise MissingPackage(
-            f"{kind} {name!r} needs the package {error.name!r}, which is not installed: pip install 'equipoise[lab]'.",
-            name=error.name,
-        ) from error
+            raise missing from None
+        sentence = f"{kind} {name!r} needs the package {error.name!r}, which is not installed."
+        raise MissingPackage(sentence, name=error.name) from error
     if not hasattr(module, attribute):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise LookupError(unknown(f"attribute of module {module_name}", attribute, names))
+        raise UnknownName(unknown(f"attribute of module {module_name}", attribute, names))
     return getattr(module, attribute)
 
 
 def look_in(*folders: str | Path) -> None:
-    """Let modules in these folders be imported by name, after everything that is installed."""
-    for folder in map(str, folders):
-        if folder not in sys.path:
-            sys.path.append(folder)
+    """Let modules in these folders be imported by name: in this order, after everything that is installed."""
+    wanted = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
+    sys.path[:] = [place for place in sys.path if place not in wanted] + wanted
+    importlib.invalidate_caches()  # a module may have been written a moment ago
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -93,27 +101,26 @@ def parameters(make: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
     return {p.name for p in named}, {p.name for p in named if p.default is p.empty}, anything
 
 
+def check_options(make: Callable[..., Any], options: Collection[str], facts: Collection[str], owner: str) -> None:
+    """Raise for the first option that ``make`` does not take, suggesting the nearest one that it does."""
+    takes, _, anything = parameters(make)
+    for name in () if anything else options:
+        if name not in takes:
+            known = sorted(takes - set(facts))
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" did you mean {near[0]!r}?" if near else ""
+            raise UnknownOption(f"{owner} has no option {name!r};{hint} options: {', '.join(known) or 'none'}.", name)
+
+
 def call(make: Callable[..., Any], options: dict[str, Any], facts: dict[str, Any], owner: str) -> Any:
     """``make(**options)`` with those ``facts`` that it names and ``options`` does not give; unknown options refused."""
-    takes, needs, anything = parameters(make)
-    if not anything:
-        refuse(owner, options, takes - set(facts) | (set(options) & set(facts)), takes)
+    check_options(make, options, facts, owner)
+    takes, needs, _ = parameters(make)
     known = {name: value for name, value in facts.items() if name in takes and name not in options}
     missing = needs - set(options) - set(known)
     if missing:
         raise TypeError(f"{owner} needs {', '.join(sorted(missing))}, which neither the recipe nor the data set gives.")
     return make(**options, **known)
-
-
-def refuse(owner: str, given: Collection[str], known: Collection[str], takes: Collection[str]) -> None:
-    """Raise for the first option that is not taken, suggesting the nearest one that is."""
-    for name in given:
-        if name not in takes:
-            near = difflib.get_close_matches(name, list(takes), n=1)
-            hint = f" did you mean {near[0]!r}?" if near else ""
-            raise UnknownOption(
-                f"{owner} has no option {name!r};{hint} options: {', '.join(sorted(known)) or 'none'}.", name
-            )
 
 
 class UnknownOption(TypeError):

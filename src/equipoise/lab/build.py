@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.lab.recipes import Named, Recipe, Source, Where
+from equipoise.lab.data import DATA_SETS, FACTS
+from equipoise.lab.recipes import Named, Recipe, RecipeError, Source, Where
 from equipoise.models import MODELS
-from equipoise.registry import Registry, UnknownOption, call, look_in
+from equipoise.registry import Registry, UnknownName, UnknownOption, call, check_options, look_in
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance
 
@@ -60,23 +62,24 @@ SCHEDULES = Registry(
 
 
 @contextmanager
-def located(where: Where, section: str) -> Iterator[None]:
-    """Say in which line of the recipe the mistake is."""
+def located(where: Where, *path: str) -> Iterator[None]:
+    """Say in which line of the recipe the mistake is that shows while a section's thing is made."""
     try:
         yield
+    except RecipeError:  # located already
+        raise
     except UnknownOption as error:
-        raise where.error((section, error.option), str(error)) from None
-    except LookupError as error:  # an unknown name
-        raise where.error((section, "name"), str(error)) from None
+        raise where.error((*path, error.option), str(error)) from None
+    except UnknownName as error:
+        raise where.error((*path, "name"), str(error)) from None
     except (TypeError, ValueError) as error:
-        raise where.error((section,), f"{section}: {error}") from error
+        raise where.error(path, f"{'.'.join(path)}: {error}") from error
 
 
-def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, section: str) -> Any:
+def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, *path: str) -> Any:
     """The thing that a section of the recipe names, made with the section's options."""
-    with located(where, section):
-        kind = registry[named.name]
-        return call(kind, named.options, facts, f"{registry.kind} {named.name!r}")
+    with located(where, *path):
+        return call(registry[named.name], named.options, facts, f"{registry.kind} {named.name!r}")
 
 
 def find_outside(source: Source) -> None:
@@ -121,13 +124,12 @@ def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
     """A thing with solvers or tolerances among its options: ``gradient = {solver = {name = "gmres"}}``."""
     options = dict(named.options)
     for key, value in named.options.items():
-        if isinstance(value, dict):
-            with located(where, section):
-                if "name" in value:
-                    inner = Named(value["name"], {k: v for k, v in value.items() if k != "name"})
-                    options[key] = call(SOLVERS[inner.name], inner.options, {}, f"solver {inner.name!r}")
-                else:
-                    options[key] = call(Tolerance, value, {}, f"{section}.{key}")
+        if isinstance(value, dict) and "name" in value:
+            inner = Named(value["name"], {k: v for k, v in value.items() if k != "name"})
+            options[key] = make(SOLVERS, inner, {}, where, section, key)
+        elif isinstance(value, dict):
+            with located(where, section, key):
+                options[key] = call(Tolerance, value, {}, f"{section}.{key}")
     return make(registry, Named(named.name, options), {}, where, section)
 
 
@@ -157,14 +159,16 @@ def check(source: Source) -> Recipe:
     find_outside(source)
     recipe: Recipe = source.read(Recipe)
     limits(recipe, source.where)
+    with located(source.where, "data"):
+        check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, f"data set {recipe.data.name!r}")
     for number in range(len(recipe.phases)):
-        phase = source.phase(number)
-        equilibrium_settings(phase, source.where)
-        optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], source.where)
-        build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, source.where)
+        phase, where = source.phase(number), source.where_in(number)
+        equilibrium_settings(phase, where)
+        optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], where)
+        build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, where)
         for registry, named, section in ((MODELS, phase.model, "model"), (TASKS, phase.task, "task")):
-            with located(source.where, section):
-                registry[named.name]
+            with located(where, section):
+                check_options(registry[named.name], named.options, FACTS, f"{section} {named.name!r}")
     return recipe
 
 
@@ -173,7 +177,7 @@ def limits(recipe: Recipe, where: Where) -> None:
     for path, allowed, sentence in (
         (("seeds",), recipe.seeds >= 1, "at least 1"),
         (("seed",), recipe.seed >= 0, "0 or more"),
-        (("data", "validation"), recipe.data.validation >= 0, "0 or more: a share below 1, or a number of samples"),
+        (("data", "validation"), 0 <= recipe.data.validation < math.inf, "0 or more: a share, or a number of samples"),
         (("data", "limit"), recipe.data.limit is None or recipe.data.limit >= 1, "at least 1"),
         (("training", "batch_size"), recipe.training.batch_size >= 1, "at least 1"),
         (("training", "evaluation_batch_size"), recipe.training.evaluation_batch_size >= 1, "at least 1"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def training_curves(records: Records) -> Titled:
     for name in metric_names(epochs, *SPLITS):
         figure, axis = blank("epoch", name)
         for split, (label, color) in SPLITS.items():
-            points = [(record["epoch"], record[split].get(name)) for record in epochs if split in record]
+            points = [(record["epoch"], record[split][name]) for record in epochs if name in record.get(split, {})]
             curve(axis, points, label, color)
         for before, after in itertools.pairwise(epochs):
             if before["phase"] != after["phase"]:
@@ -87,12 +87,12 @@ def solver_curves(records: Records, tolerance: float | None = None) -> Titled:
         for direction, color in DIRECTION_COLORS.items():
             points = [(record["step"], record[key][direction]) for record in steps if direction in record[key]]
             curve(axis, points, direction, color, style="-" if direction == "forward" else "--")
-        if key == "steps":
-            whole_numbers(axis.yaxis)
+        if key == "residual" and tolerance:
+            axis.axhline(tolerance, color="0.3", linestyle=":", linewidth=1, label="tolerance")
+        if key == "residual":
+            decades(axis, "y", heights(axis), room=1.3)
         else:
-            axis.set_yscale("log")
-            if tolerance:
-                axis.axhline(tolerance, color="0.3", linestyle=":", linewidth=1, label="tolerance")
+            whole_numbers(axis.yaxis)
         yield title, finished(figure, axis)
     figure, axis = blank("training step", "samples of the batch")
     curve(axis, [(record["step"], record["failed_samples"]) for record in steps], "failed", BLUE)
@@ -113,7 +113,8 @@ def comparison(logs: Mapping[str, Records]) -> Titled:
     for metric in metric_names([record for records in epochs.values() for record in records], "val"):
         figure, axis = blank("epoch", f"validation {metric}")
         for (name, records), color in zip(epochs.items(), colors(len(epochs)), strict=True):
-            curve(axis, [(record["epoch"], record["val"].get(metric)) for record in records], name, color)
+            points = [(record["epoch"], record["val"][metric]) for record in records if metric in record["val"]]
+            curve(axis, points, name, color)
         columns = 1 if max(map(len, epochs)) > 24 else 2 if max(map(len, epochs)) > 12 else 3
         figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(epochs) / columns))
         figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
@@ -140,7 +141,8 @@ def histograms(sums: Sums) -> Titled:
         counts = torch.nn.functional.pad(counts, (0, -len(counts) % width)).view(-1, width).sum(1)
         edges = [first - 0.5 + width * i for i in range(len(counts) + 1)]
         bars(axis, counts, edges, direction)
-    axis.set_xlim(min(first - 1.5, middle := (first + last) / 2 - 6), max(last + 1.5, middle + 12))
+    middle = (first + last) / 2
+    axis.set_xlim(max(0, min(first - 1.5, middle - 6)), max(last + 1.5, middle + 6))
     whole_numbers(axis.xaxis)
     yield "Solver steps", finished(figure, axis, legend=len(solved) > 1)
 
@@ -149,8 +151,7 @@ def histograms(sums: Sums) -> Titled:
     edges = [10 ** (DECADES[0] + i / PER_DECADE) for i in range(first, last + 2)]
     for direction in solved:
         bars(axis, sums[f"{direction} residuals"][first : last + 1], edges, direction)
-    axis.set_xscale("log")
-    axis.set_xlim(*(10 ** (DECADES[0] + end) for end in (first // PER_DECADE, last // PER_DECADE + 1)))  # whole decades
+    decades(axis, "x", edges)
     yield "Residuals", finished(figure, axis, legend=len(solved) > 1)
 
 
@@ -203,17 +204,18 @@ def draw_convergence(axis: Axes, trained: Trained, split: Split, samples: int, t
         layer, inputs, z0 = first_solve(trained, layers, spread(split, samples))
         # The run's own solver takes the place of the one of its kind.
         solvers: dict[type[Solver], Solver] = {type(s): s for s in (Picard(), Anderson(), Broyden(), layer.solver)}
-        for (kind, solver), color in zip(solvers.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+        looks = ((BLUE, "-"), (ORANGE, "-"), (GREEN, "--"), (PURPLE, "-"))  # Broyden and Anderson may go hand in hand
+        for (kind, solver), (color, style) in zip(solvers.items(), looks, strict=False):
             statistics, evaluations = traced(layer, inputs, z0, solver, tolerance)
-            name = f"{kind.__name__}, as in the run" if kind is type(layer.solver) else kind.__name__
-            draw_trace(axis, statistics, evaluations, name, color, bold=kind is type(layer.solver))
+            own = kind is type(layer.solver)
+            name = f"{kind.__name__}, as in the run" if own else kind.__name__
+            draw_trace(axis, statistics, evaluations, name, color, style, 2.5 if own else 1.5)
     if layer.tolerance.relative > tolerance.relative:
         axis.axhline(layer.tolerance.relative, color="0.3", linestyle="--", linewidth=1, label="tolerance of the run")
     axis.axhline(tolerance.relative, color="0.3", linestyle=":", linewidth=1, label="tolerance here")
-    low, high = axis.get_ylim()
-    axis.set_yscale("log")
-    axis.set_ylim(max(low, tolerance.relative / 10), min(high, 1e3))  # what has diverged may leave the picture
+    decades(axis, "y", [tolerance.relative / 2, *(min(height, 1e3) for height in heights(axis))])  # if it diverges
     axis.set_xlabel("evaluations of f")
+    whole_numbers(axis.xaxis)
     which = f"\nthe first of its {len(layers)} equilibria" if len(layers) > 1 else ""
     axis.set_title(plain(textwrap.fill(trained.recipe.title, 55)) + which, fontsize=11)
     axis.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))  # clear of the curves
@@ -270,7 +272,7 @@ def traced(
 
 
 def draw_trace(
-    axis: Axes, statistics: Statistics, evaluations: list[int], name: str, color: str, *, bold: bool
+    axis: Axes, statistics: Statistics, evaluations: list[int], name: str, color: str, style: str, width: float
 ) -> None:
     assert statistics.trace is not None
     trace = statistics.trace.double().cpu().nan_to_num(nan=torch.inf)
@@ -278,7 +280,7 @@ def draw_trace(
     share, steps = statistics.converged.double().mean().item(), statistics.steps.double().median().item()
     label = f"{name}: {share:.0%} converged, median {steps:.0f} steps"
     axis.fill_between(evaluations, low, high, color=color, alpha=0.2, linewidth=0)
-    axis.plot(evaluations, middle, color=color, linewidth=2.5 if bold else 1.5, label=label)
+    axis.plot(evaluations, middle, style, color=color, linewidth=width, label=label)
 
 
 def spread(split: Split, samples: int) -> Split:
@@ -302,13 +304,12 @@ def metric_names(epochs: Records, *splits: str) -> list[str]:
 def blank(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """A small figure: a page puts as many side by side as it has room for."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(4.2, 2.8), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=xlabel, ylabel=plain(ylabel))
     if "accuracy" in ylabel or "share" in ylabel:
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
     if xlabel in ("epoch", "training step"):
         whole_numbers(axis.xaxis)
     return figure, axis
@@ -318,6 +319,24 @@ def whole_numbers(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+
+
+def decades(axis: Axes, which: Literal["x", "y"], values: Iterable[float], room: float = 1.0) -> None:
+    """A logarithmic axis over the whole decades that hold the values, with some room around them."""
+    from matplotlib.ticker import NullLocator
+
+    found = [value for value in values if 0 < value < math.inf] or [1.0]
+    low = math.floor(math.log10(min(found) / room) + 1e-9)
+    high = math.ceil(math.log10(max(found) * room) - 1e-9)
+    axis.set(**{f"{which}lim": (10.0**low, 10.0 ** max(high, low + 1))})
+    axis.set(**{f"{which}scale": "log"})
+    (axis.xaxis if which == "x" else axis.yaxis).set_minor_locator(NullLocator())
+
+
+def heights(axis: Axes) -> list[float]:
+    """Of all points of all lines."""
+    drawn: list[Any] = [line.get_ydata() for line in axis.get_lines()]
+    return [float(height) for line in drawn for height in line]
 
 
 def curve(axis: Axes, points: Sequence[tuple[int, float | None]], label: str, color: Any, style: str = "-") -> None:

@@ -40,9 +40,9 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole."""
-    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+def write_json(path: Path, value: Any, exact: bool = False) -> None:
+    """Write a JSON file, whole; ``exact`` keeps numbers that are not finite, which not every reader understands."""
+    write_text(path, json.dumps(value if exact else finite(value), indent=2, allow_nan=exact) + "\n")
 
 
 def finite(value: Any) -> Any:

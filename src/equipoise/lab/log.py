@@ -15,13 +15,14 @@ class Log:
     """Where a run's numbers go. Only the leading process writes.
 
     Example:
-        >>> with Log(run, machine, steps=1000) as log:
+        >>> with Log(run, machine, samples=12 * 55000) as log:
         ...     log.write(kind="step", step=20, loss=0.3)
         ...     log.tell("epoch 1/12  accuracy 93.1%")
     """
 
-    def __init__(self, run: Run, machine: Machine, steps: int, done: int = 0):
-        self.run, self.machine, self.steps, self.done = run, machine, steps, done
+    def __init__(self, run: Run, machine: Machine, samples: int, done: int = 0, step: int = 0):
+        self.run, self.machine = run, machine
+        self.samples, self.done, self.step = samples, done, step  # to train on, of them done, after so many steps
         self.file: Any = None
         self.board: Any = None
         self.bar: Any = None
@@ -31,9 +32,16 @@ class Log:
             from tqdm import tqdm
 
             self.file = self.run.log.open("a", encoding="utf-8")
-            self.board = tensorboard(self.run, self.done)
+            self.board = tensorboard(self.run, self.step)
             shown = sys.stderr.isatty()
-            self.bar = tqdm(total=self.steps, initial=self.done, unit="step", disable=not shown, dynamic_ncols=True)
+            self.bar = tqdm(
+                total=self.samples,
+                initial=self.done,
+                unit=" samples",
+                unit_scale=True,
+                disable=not shown,
+                dynamic_ncols=True,
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,11 +59,11 @@ class Log:
             for name, value in numbers(record, ""):
                 self.board.add_scalar(name, value, record["step"])
 
-    def advance(self, text: str) -> None:
-        """One step further; the text stands beside the bar."""
+    def advance(self, samples: int, text: str) -> None:
+        """So many samples further; the text stands beside the bar."""
         if self.bar is not None and not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update()
+            self.bar.update(samples)
 
     def tell(self, text: str) -> None:
         """A line for the person watching."""

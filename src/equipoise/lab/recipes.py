@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import datetime
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -144,52 +147,67 @@ class Where:
 
     def __init__(self, name: str, text: str = ""):
         self.name = name
-        self.lines = dict(key_lines(text))
+        self.text = text
         self.places: dict[tuple[str, ...], str] = {}
+        self.phase: tuple[int, dict[str, Any]] | None = None
+
+    @cached_property
+    def lines(self) -> dict[tuple[str, ...], int]:
+        """Line numbers by key; found when first asked for, which is when there is something to complain about."""
+        return key_lines(self.text)
 
     def note(self, path: tuple[str, ...], place: str) -> None:
-        """From now on this key comes from another place."""
+        """From now on this key, and all that is in it, comes from another place."""
         self.places[path] = place
+
+    def in_phase(self, number: int, phase: dict[str, Any]) -> Where:
+        """The same for a recipe as it stands in a phase: what the phase says of a section stands in the phase."""
+        seen = copy.copy(self)
+        seen.phase = (number, phase)
+        return seen
 
     def __call__(self, path: tuple[str, ...]) -> str:
         """The place of a key, or of the nearest thing around it."""
-        for end in range(len(path), 0, -1):
-            for key, place in self.places.items():
-                if path[:end] == key:
-                    return place
-            if path[:end] in self.lines:
-                return f"{self.name}, line {self.lines[path[:end]]}"
-        return self.name
+        if path and self.phase is not None:
+            number, phase = self.phase
+            section = phase.get(path[0])
+            if isinstance(section, dict) and (len(path) == 1 or path[1] in section):
+                path = ("phases", str(number), *path)
+        around = [path[:end] for end in range(len(path), 0, -1)]
+        for key in around:
+            if key in self.places:
+                return self.places[key]
+        return next((f"{self.name}, line {self.lines[key]}" for key in around if key in self.lines), self.name)
 
     def error(self, path: tuple[str, ...], message: str) -> RecipeError:
         return RecipeError(f"{self(path)}: {message}")
 
 
-def key_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Line numbers of the headings and keys of a TOML text (tomllib reads, but does not tell where)."""
-    section: tuple[str, ...] = ()
-    counts: dict[tuple[str, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if heading := re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]", line):
-            section = tuple(part.strip().strip("\"'") for part in heading[2].split("."))
-            if heading[1] == "[[":
-                counts[section] = counts.get(section, -1) + 1
-            section = with_counts(section, counts)
-            yield section, number
-        elif key := re.match(r"\s*(\"[^\"]+\"|'[^']+'|[\w.-]+)\s*=", line):
-            quoted = key[1][0] in "\"'"
-            parts = (key[1][1:-1],) if quoted else tuple(key[1].split("."))
-            yield section + parts, number
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of every key of a TOML text: the one from which on a beginning of the text has the key.
+
+    tomllib does not tell where a key stands, but it can be asked about every beginning of the text; one that ends
+    inside a value of several lines does not parse, and the next that does has the value's keys.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    every, first = text.split("\n"), 1
+    for end in range(1, len(every) + 1):
+        try:
+            table = tomllib.loads("\n".join(every[:end]))
+        except tomllib.TOMLDecodeError:
+            continue
+        for path in key_paths(table):
+            lines.setdefault(path, first)
+        first = end + 1
+    return lines
 
 
-def with_counts(section: tuple[str, ...], counts: dict[tuple[str, ...], int]) -> tuple[str, ...]:
-    """A heading's path with the number of the entry after every name that is a list: ("phases", "0", "task")."""
-    path: list[str] = []
-    for end, part in enumerate(section, 1):
-        path.append(part)
-        if section[:end] in counts:
-            path.append(str(counts[section[:end]]))
-    return tuple(path)
+def key_paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of everything in nested tables and lists: ("phases", "0", "epochs")."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in inside:
+        yield (*path, str(key))
+        yield from key_paths(entry, (*path, str(key)))
 
 
 def read(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> Any:
@@ -252,7 +270,10 @@ def change(table: dict[str, Any], key: str, value: Any, place: str, where: Where
         if isinstance(here, list):
             here = here[entry_number(here, part, path[:depth], place)]
         else:
-            here = here.setdefault(part, {})
+            if part not in here:
+                here[part] = {}
+                where.note(path[:depth], place)
+            here = here[part]
         if not isinstance(here, dict | list):
             raise RecipeError(f"{place}: {'.'.join(path[:depth])} is {here!r}; it has no keys to set.")
     if isinstance(here, list):
@@ -275,9 +296,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key.strip()):
         raise RecipeError(f"{text!r} is not a change of a recipe; write key=value, such as optimizer.lr=0.01.")
     try:
-        return key.strip(), tomllib.loads(f"v = {value.strip()}")["v"]
+        read = tomllib.loads(f"v = {value.strip()}")
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        read = {}
+    return key.strip(), read["v"] if read.keys() == {"v"} else value.strip()
 
 
 @dataclass(frozen=True)
@@ -300,7 +322,11 @@ class Source:
                 before = tables.get(section, {})
                 same = "name" not in changes or changes["name"] == before.get("name")
                 tables[section] = {**before, **changes} if same else changes  # options belong to the thing named
-        return read(Recipe, tables, (), self.where)
+        return read(Recipe, tables, (), self.where_in(number))
+
+    def where_in(self, number: int) -> Where:
+        """Where the keys of the recipe stand as it is in one phase."""
+        return self.where.in_phase(number, self.tables["phases"][number])
 
 
 def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Source:
@@ -318,7 +344,10 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
     if name.endswith(".toml"):
         if not path.is_file():
             raise RecipeError(f"there is no file {name}.")
-        text, shown, folder = path.read_text(encoding="utf-8"), name, str(path.resolve().parent)
+        try:
+            text, shown, folder = path.read_text(encoding="utf-8-sig"), name, str(path.resolve().parent)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{name} is not a text in UTF-8: {error.reason} at byte {error.start}.") from None
     else:
         if name not in (known := recipe_names()):
             raise RecipeError(unknown("recipe", name, known) + " A file of your own: its path, ending in .toml.")
@@ -329,15 +358,35 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{shown}: {error}.") from None
     if budget not in (None, "paper"):
-        budgets = tables.get("budget", {})
+        budgets = read(dict[str, dict[str, Any]], tables.get("budget", {}), ("budget",), where)
         if budget not in budgets:
             raise RecipeError(f"{shown}: {unknown('budget', budget, [*budgets, 'paper'])}")
-        for key, value in budgets[budget].items():
-            change(tables, key, value, where(("budget", budget, key)), where)
+        for key, value in entries(budgets[budget]):
+            change(tables, ".".join(key), value, where(("budget", budget, *key)), where)
     for override in overrides:
         key, value = parse_override(override)
         change(tables, key, value, f"command line, {override}", where)
+    refuse_dates(tables, where)
     return Source(path.stem if folder else name, tables, where, folder)
+
+
+def entries(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values in nested tables: a budget may write ``"optimizer.lr" = 1`` with quotes, or without."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from entries(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def refuse_dates(tables: dict[str, Any], where: Where) -> None:
+    """TOML has dates and times; nothing here takes them, and a run's JSON could not keep them."""
+    for path in key_paths(tables):
+        value: Any = tables
+        for part in path:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        if isinstance(value, datetime.date | datetime.time):
+            raise where.error(path, f"{'.'.join(path)} is a date or time, {value}; write it as a text, in quotes.")
 
 
 def recipes_folder() -> Path:

@@ -307,7 +307,7 @@ def cards(entry: Look) -> Iterator[Card]:
     if entry.parameters is not None:
         yield Card("parameters", f"{entry.parameters:,}", entry.recipe.model.name)
     if entry.seconds is not None:
-        yield Card("training time", duration(entry.seconds), f"{len(entry.epochs)} epochs, {entry.steps:,} steps")
+        yield Card("training time", duration(entry.seconds), f"epochs: {len(entry.epochs)}, steps: {entry.steps:,}")
     if (solver := entry.test.get("solver", {}).get("forward")) is not None:
         steps = solver["steps"]
         yield Card("converged", percent(1 - solver["failed"]), f"of {solver['samples']:,} solves of the test split")
@@ -411,6 +411,8 @@ def results(looks: list[Look]) -> Table:
         key = json.dumps([entry.facts["recipe"], alike, entry.result is None], sort_keys=True)
         groups.setdefault(key, []).append(result_row(entry))
     heading = unique(name for rows in groups.values() for row in rows for name in row)
+    if len(looks) > 1 and all(entry.result is not None for entry in looks):
+        heading.remove("status")  # the table is wide enough
     table = Table(tuple(heading), [])
     for rows in groups.values():
         table.rows.extend(tuple(shown(name, row.get(name)) for name in heading) for row in rows)
@@ -438,7 +440,7 @@ def result_row(entry: Look) -> dict[str, Any]:
 
 def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Mean and sample standard deviation of every column that was measured."""
-    cells = {"run": f"mean ± spread of {len(rows)}"}
+    cells = {"run": f"mean of {len(rows)} seeds"}
     for name in heading:
         values = [value for row in rows if isinstance(value := row.get(name), int | float)]
         if name.startswith(("test ", "best validation ")) and len(values) == len(rows):

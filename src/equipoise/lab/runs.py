@@ -156,6 +156,7 @@ def create(folder: Path, source: Source, **machine: Any) -> Run:
             "versions": versions(),
             "machine": machine,
         },
+        exact=True,  # `schedule.end = inf` is a sensible thing to write
     )
     return Run(folder)
 

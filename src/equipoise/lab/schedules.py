@@ -51,6 +51,10 @@ def one_cycle(
     Momentum (Adam's first beta) moves the other way, between the two numbers ``momentum = [lowest, highest]`` (default
     0.85 and 0.95). L. N. Smith, N. Topin, "Super-convergence" (2018).
     """
+    if start <= 0 or end <= 0:
+        raise ValueError(f"start is {start} and end is {end}; both must be above 0.")
+    if momentum is not None and len(momentum) != 2:
+        raise ValueError(f"momentum is {momentum}; it must be two numbers, [lowest, highest].")
     lowest, highest = momentum or (0.85, 0.95)
     rates = [group["lr"] for group in optimizer.param_groups]
     cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults

@@ -37,7 +37,7 @@ def train_recipe(
             create(folder, source, **described(machine))
     elif machine.leads:
         tables = {"recipe": source.name, "folder": source.folder, "tables": source.tables, "command": command()}
-        write_json(folder / "sweep.json", tables)
+        write_json(folder / "sweep.json", tables, exact=True)
     machine.wait()
     try:
         resume_folder(folder, machine, folders, report, source)
@@ -90,7 +90,7 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
             print(f"test {name:<13}{numbers['mean']:.4f} +- {numbers['spread']:.4f} over {len(runs)} seeds")
         print(f"sweep             {folder}")
         if report:
-            tell_report(runs, machine, folders)
+            tell_report(runs, machine, folders, folder)
 
 
 def run_to_end(
@@ -131,7 +131,7 @@ def tell_result(run: Run, result: dict[str, Any]) -> None:
     print(f"run               {run.folder}")
 
 
-def tell_report(runs: list[Run], machine: Machine, folders: Sequence[Path]) -> None:
+def tell_report(runs: list[Run], machine: Machine, folders: Sequence[Path], out: Path | None = None) -> None:
     from equipoise.lab.report import write_report
 
-    print(f"report            {write_report(runs, machine, folders)}")
+    print(f"report            {write_report(runs, machine, folders, out)}")

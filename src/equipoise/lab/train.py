@@ -188,8 +188,7 @@ class Trainer:
 
     def assemble(self, phase: int) -> Learner:
         """Model, task, optimizer and schedule as they are at the start of a phase."""
-        recipe = self.source.phase(phase)
-        where = self.source.where
+        recipe, where = self.source.phase(phase), self.source.where_in(phase)
         model = self.setting.place(build_model(recipe, self.facts, where))
         optimizer = build_optimizer(recipe, [p for p in model.parameters() if p.requires_grad], where)
         first, end = self.stretch(phase)
@@ -222,9 +221,12 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         position, phases = self.progress.position, self.recipe.phases
-        steps = self.epochs_before[-1] * self.steps_per_epoch
         started = time.monotonic() - self.progress.seconds
-        with quiet_failures(), self.stop.listening(), Log(self.run, self.machine, steps, position.step) as self.log:
+        epoch = len(self.data.train)
+        done = (self.epochs_before[position.phase] + position.epoch) * epoch
+        done += min(position.batch * self.recipe.training.batch_size, epoch)
+        self.log = Log(self.run, self.machine, self.epochs_before[-1] * epoch, done, position.step)
+        with quiet_failures(), self.stop.listening(), self.log:
             self.introduce()
             while position.phase < len(phases):
                 while position.epoch < phases[position.phase].epochs:
@@ -293,7 +295,7 @@ class Trainer:
 
         add(sums := {**sums}, solve_sums(solves))
         add(self.progress.sums, sums)
-        self.tell_step(loss.item(), float(length), rate, sums, int(unsolved))
+        self.tell_step(size, loss.item(), float(length), rate, sums, int(unsolved))
         return stop > 0
 
     def failed_too_often(self) -> bool:
@@ -415,14 +417,14 @@ class Trainer:
         if position.step:
             self.log.tell(f"resumed at step {position.step}")
 
-    def tell_step(self, loss: float, length: float, rate: float, sums: Sums, unsolved: int) -> None:
+    def tell_step(self, size: int, loss: float, length: float, rate: float, sums: Sums, unsolved: int) -> None:
         """The bar at every step, the log at every so many."""
         position = self.progress.position
         solver = solve_metrics(sums)
         steps = {direction: numbers["steps"]["median"] for direction, numbers in solver.items()}
         metrics = self.learner.task.metrics(sums)
         shown = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items())
-        self.log.advance(shown + "".join(f"  {direction} {number}" for direction, number in steps.items()))
+        self.log.advance(size, shown + "".join(f"  {direction} {number}" for direction, number in steps.items()))
         if (position.step + 1) % self.recipe.training.log_every == 0:
             residuals = {direction: numbers["residual"]["worst"] for direction, numbers in solver.items()}
             self.log.write(

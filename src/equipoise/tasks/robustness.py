@@ -6,17 +6,21 @@ resistant to adversarial attacks" (2018).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from equipoise.registry import Registry, call
+from equipoise.fixed_point import watch_solves
+from equipoise.registry import Registry
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
+from equipoise.validation import options, require
 
 ATTACKS = Registry(
     "attack",
@@ -25,72 +29,102 @@ ATTACKS = Registry(
 NORMS = ("linf", "l2")
 
 
-def pgd(
-    model: Callable[[Tensor], Tensor],
-    images: Tensor,
-    labels: Tensor,
-    *,
-    radius: float,
-    norm: str = "linf",
-    steps: int = 20,
-    step_size: float | None = None,
-    restarts: int = 1,
-    random_start: bool = True,
-) -> Tensor:
-    """Images within ``radius`` of the given ones, in [0, 1], that raise the cross entropy: the worst of each found.
+@options
+class Budget:
+    """What an attack may do, checked when it is made.
+
+    Args:
+        radius: how far an image in [0, 1] may be moved, in the norm; 8/255 is common for "linf".
+        norm: "linf" (the largest change of a pixel) or "l2" (Euclidean length of the change).
+        steps: of gradient ascent.
+        step_size: of each; None is 2.5 radius / steps, which can reach every point of the ball.
+        restarts: attacks per image, from different random points; the worst result counts.
+        random_start: from a random point of the ball instead of the image itself.
+    """
+
+    radius: float
+    norm: str = "linf"
+    steps: int = 20
+    step_size: float | None = None
+    restarts: int = 1
+    random_start: bool = True
+
+    def __post_init__(self) -> None:
+        require(self, "radius", above=0)
+        require(self, "norm", among=NORMS)
+        require(self, "steps", at_least=1, whole=True)
+        require(self, "step_size", above=0, optional=True)
+        require(self, "restarts", at_least=1, whole=True)
+        require(self, "random_start", kind=bool)
+
+    @property
+    def size(self) -> float:
+        return 2.5 * self.radius / self.steps if self.step_size is None else self.step_size
+
+
+def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
+    """Images near the given ones, in [0, 1], that the model takes for another class as surely as can be found.
 
     Args:
         model: images in [0, 1] to logits; its parameters get no gradient.
         images, labels: a batch.
-        radius: how far an image may be moved, in the norm.
-        norm: "linf" (the largest change of a pixel) or "l2" (Euclidean length of the change).
-        steps: of gradient ascent.
-        step_size: of each; None is 2.5 radius / steps, which can reach every point of the ball.
-        restarts: attacks per image, from different random points; the one with the largest loss counts.
-        random_start: from a random point of the ball instead of the image itself.
+        budget: the fields of :class:`Budget`.
 
     Example:
         >>> attacked = pgd(model, images, labels, radius=8 / 255, steps=20)
     """
-    check_attack(radius, norm, steps, restarts)
-    size = 2.5 * radius / steps if step_size is None else step_size
+    allowed = Budget(**budget)
+    radius, norm = allowed.radius, allowed.norm
     worst, largest = images.clone(), torch.full((len(images),), -torch.inf, dtype=images.dtype, device=images.device)
 
-    def keep_worst(candidate: Tensor, loss: Tensor) -> None:
-        higher = loss > largest  # a loss that is not a number never counts as an attack
-        largest.copy_(torch.where(higher, loss, largest))
+    def keep_worst(candidate: Tensor, gap: Tensor) -> None:
+        higher = gap > largest  # a gap that is not a number never counts as an attack
+        largest.copy_(torch.where(higher, gap, largest))
         worst.copy_(torch.where(higher[:, None, None, None], candidate, worst))
 
-    for _ in range(restarts):
+    for _ in range(allowed.restarts):
         x = (
             within(images, images + random_change(images, radius, norm), radius, norm)
-            if random_start
+            if allowed.random_start
             else images.clone()
         )
-        for _ in range(steps):
-            loss, gradient = loss_and_gradient(model, x, labels)
-            keep_worst(x, loss)
-            direction = gradient.sign() if norm == "linf" else gradient / lengths(gradient).clamp(min=1e-12)
-            x = within(images, x + size * direction, radius, norm)
-        with torch.no_grad():
-            keep_worst(x, functional.cross_entropy(model(x), labels, reduction="none"))
+        for _ in range(allowed.steps):
+            gap, gradient = gap_and_gradient(model, x, labels)
+            keep_worst(x, gap)
+            gradient = gradient.nan_to_num(0.0)  # a pixel without a gradient stays
+            direction = gradient.sign() if norm == "linf" else gradient / lengths(gradient).clamp(min=1e-30)
+            x = within(images, x + allowed.size * direction, radius, norm)
+        with torch.no_grad(), watch_solves():
+            keep_worst(x, class_gap(model(x), labels))
     return worst
 
 
-def loss_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross entropy of each image, and its gradient in the image."""
-    with torch.enable_grad():
+def class_gap(logits: Tensor, labels: Tensor) -> Tensor:
+    """g = log sum_{j != y} exp(l_j) - l_y per sample, whose cross entropy is log(1 + exp(g)).
+
+    The cross entropy grows with g: both have the same maxima and, up to a factor, the same gradient. But the factor,
+    1 / (1 + exp(-g)), rounds to zero where the model is sure: an attack by it would take a sure model for a robust one.
+    """
+    of_label = labels[:, None]
+    others = logits.scatter(1, of_label, -torch.inf)
+    return others.logsumexp(1) - logits.gather(1, of_label)[:, 0]
+
+
+def gap_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The gap of each image, and its gradient in the image."""
+    with torch.enable_grad(), watch_solves():  # watched here, and dropped: the attack's solves are not the model's
         x = x.detach().requires_grad_()
-        loss = functional.cross_entropy(model(x), labels, reduction="none")
-        (gradient,) = torch.autograd.grad(loss.sum(), x)
-    return loss.detach(), gradient
+        gap = class_gap(model(x), labels)
+        (gradient,) = torch.autograd.grad(gap.sum(), x)
+    return gap.detach(), gradient
 
 
 def within(center: Tensor, x: Tensor, radius: float, norm: str) -> Tensor:
     """The nearest point to x in the ball, cut to [0, 1]: center is in there, so cutting never leaves the ball."""
     change = x - center
-    change = change.clamp(-radius, radius) if norm == "linf" else change * (radius / lengths(change).clamp(min=radius))
-    return (center + change).clamp(0, 1)
+    if norm == "linf":
+        return (center + change.clamp(-radius, radius)).clamp(0, 1)
+    return (center + change * (radius / lengths(change).clamp(min=radius))).clamp(0, 1)
 
 
 def random_change(images: Tensor, radius: float, norm: str) -> Tensor:
@@ -106,50 +140,46 @@ def lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(1, 2, 3), keepdim=True)
 
 
-def check_attack(radius: float, norm: str, steps: int, restarts: int) -> None:
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; allowed: {', '.join(map(repr, NORMS))}.")
-    if not radius > 0:
-        raise ValueError(
-            f"radius is {radius!r}; it must be above 0, for images in [0, 1] (8/255 is common for 'linf')."
+def foolbox_pgd(model: nn.Module, images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
+    """The same attack by foolbox (the extra ``attacks``), on the cross entropy: an independent check of :func:`pgd`."""
+    foolbox = import_foolbox()
+    from foolbox.models.pytorch import PyTorchModel
+
+    allowed = Budget(**budget)
+    if not isinstance(model, nn.Module):
+        raise TypeError("the attack 'foolbox' needs a model that is a torch.nn.Module.")
+    kind = foolbox.attacks.LinfPGD if allowed.norm == "linf" else foolbox.attacks.L2PGD
+    attack: Any = kind(abs_stepsize=allowed.size, steps=allowed.steps, random_start=allowed.random_start)
+    if allowed.restarts > 1:
+        attack = attack.repeat(allowed.restarts)
+    attacked = copy.deepcopy(model).eval().requires_grad_(False)  # foolbox leaves gradients behind
+    with torch.enable_grad(), watch_solves():
+        found = attack(
+            PyTorchModel(attacked, bounds=(0, 1), device=images.device), images, labels, epsilons=allowed.radius
         )
-    if steps < 1 or restarts < 1:
-        raise ValueError(f"steps is {steps} and restarts is {restarts}; both must be at least 1.")
+    return found[1].detach()
 
 
-def foolbox_pgd(
-    model: Callable[[Tensor], Tensor],
-    images: Tensor,
-    labels: Tensor,
-    *,
-    radius: float,
-    norm: str = "linf",
-    steps: int = 20,
-    step_size: float | None = None,
-    restarts: int = 1,
-    random_start: bool = True,
-) -> Tensor:
-    """The same attack by foolbox (the extra ``attacks``): an independent check of :func:`pgd`."""
+def import_foolbox() -> Any:
     try:
         import foolbox
-        from foolbox.models.pytorch import PyTorchModel
     except ImportError as error:
         raise ImportError(
             "the attack 'foolbox' needs the package foolbox: pip install 'equipoise[attacks]'."
         ) from error
-    check_attack(radius, norm, steps, restarts)
-    module = model if isinstance(model, nn.Module) else None
-    if module is None:
-        raise TypeError("the attack 'foolbox' needs a model that is a torch.nn.Module.")
-    kind = foolbox.attacks.LinfPGD if norm == "linf" else foolbox.attacks.L2PGD
-    size = 2.5 * radius / steps if step_size is None else step_size
-    attack: Any = kind(abs_stepsize=size, steps=steps, random_start=random_start)
-    if restarts > 1:
-        attack = attack.repeat(restarts)
-    with torch.enable_grad():
-        wrapped = PyTorchModel(module.eval(), bounds=(0, 1), device=images.device)
-        _, attacked, _ = attack(wrapped, images, labels, epsilons=radius)
-    return attacked.detach()
+    return foolbox
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode for a while; every part of it then goes back to its own mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class Robustness(Classification):
@@ -157,8 +187,8 @@ class Robustness(Classification):
 
     Args:
         class_names, shift, flip, label_smoothing, top: as in classification.
-        radius, norm, steps, restarts: of the attack that is evaluated.
-        attack: "pgd", "foolbox", or your own as "my_module:my_attack" with the same parameters.
+        radius, norm, steps, restarts: of the attack that is evaluated, see :class:`Budget`.
+        attack: "pgd", "foolbox", or your own as "my_module:my_attack", called as :func:`pgd` is.
         train_steps: of the attack on training images; 0 trains on the images as they are.
     """
 
@@ -179,29 +209,28 @@ class Robustness(Classification):
         train_steps: int = 0,
     ):
         super().__init__(class_names, shift, flip, label_smoothing, top)
-        check_attack(radius, norm, steps, restarts)
-        if train_steps < 0:
-            raise ValueError(f"train_steps is {train_steps}; it must be 0 (no attack while training) or more.")
+        self.budget = Budget(radius=radius, norm=norm, steps=steps, restarts=restarts)
         self.attack = ATTACKS[attack]
-        self.options = {"radius": radius, "norm": norm}
-        self.steps, self.restarts, self.train_steps = steps, restarts, train_steps
+        if attack == "foolbox":
+            import_foolbox()  # a missing package shows now, not after training
+        self.train_steps = train_steps
+        require(self, "train_steps", at_least=0, whole=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         images, labels = batch
         if self.train_steps:
-            training = model.training
-            model.eval()  # the attack must see one fixed function: no dropout, no running statistics
             # Not through the wrapper that averages gradients: it would wait for gradients of the weights.
             bare = model.module if isinstance(model, DistributedDataParallel) else model
-            images = pgd(bare, images, labels, steps=self.train_steps, **self.options)
-            model.train(training)
+            with evaluating(bare):  # the attack must see one fixed function: no dropout, no running statistics
+                budget = replace(self.budget, steps=self.train_steps, restarts=1)
+                images = pgd(bare, images, labels, **vars(budget))
         return super().loss(model, (images, labels))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch
         sums = super().measure(model, batch)
-        options = {**self.options, "steps": self.steps, "restarts": self.restarts}
-        attacked = call(self.attack, options, {"model": model, "images": images, "labels": labels}, "the attack")
+        budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.budget.steps}
+        attacked = self.attack(model, images, labels, restarts=self.budget.restarts, **budget)
         # An image that the model gets wrong as it is counts as broken: no attack was needed.
         right = (model(images).argmax(1) == labels) & (model(attacked).argmax(1) == labels)
         sums["robust"] = right.sum()

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split, Subset, TensorSplit
+from equipoise.lab.data.base import FACTS, Batch, DataSet, FileSplit, Split, Subset, TensorSplit
 from equipoise.lab.data.listing import available, check
 from equipoise.lab.data.places import MissingData, Places, cache_folder, search_path
 from equipoise.registry import MissingPackage, Registry, call
 
 __all__ = [
     "DATA_SETS",
+    "FACTS",
     "Batch",
     "DataSet",
     "FileSplit",

@@ -14,6 +14,9 @@ from torch import Tensor
 Batch = tuple[Tensor, ...]  # inputs first, then targets; each batch first
 
 
+FACTS = ("shape", "classes", "class_names", "mean", "std")  # of a data set, which models and tasks may ask for
+
+
 class Split(ABC):
     """Samples in a fixed order, read as whole batches."""
 
@@ -115,13 +118,8 @@ class DataSet:
 
     def facts(self) -> dict[str, Any]:
         """What models and tasks may ask for by naming it as a parameter."""
-        return {
-            "shape": self.shape,
-            "classes": len(self.class_names),
-            "class_names": self.class_names,
-            "mean": self.mean,
-            "std": self.std,
-        }
+        values = (self.shape, len(self.class_names), self.class_names, self.mean, self.std)
+        return dict(zip(FACTS, values, strict=True))
 
     def with_validation(self, share: float) -> DataSet:
         """The same set with a validation split; one cut from ``train`` takes every run the same random rows.
