@@ -32,8 +32,7 @@ PLAIN = (
     "task.shift=0",
     "training.precision=float64",
     "training.batch_size=15",
-    "tolerance.relative=1e-13",
-    "tolerance.max_steps=200",
+    "tolerance.relative=1e-6",
     "optimizer.eps=1e-4",  # Adam divides by the size of gradients, however small
     "phases.0.epochs=5",
 )

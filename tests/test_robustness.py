@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import equipoise as eq
 from equipoise.models.conv_equilibrium import ConvEquilibrium
-from equipoise.registry import UnknownOption, look_in
+from equipoise.registry import look_in
 from equipoise.tasks import robustness
 from equipoise.tasks.robustness import ATTACKS, NORMS, Robustness, foolbox_pgd, pgd, random_change, within
 
@@ -352,12 +352,25 @@ def test_a_model_with_an_equilibrium_is_attacked(equilibrium, norm):
     assert (size_of(attacked - images, norm) <= 0.1 + 1e-9).all()
 
 
-def test_the_solves_of_an_attack_are_not_kept(equilibrium):
+@pytest.mark.parametrize("attack", BOTH)
+def test_the_solves_of_an_attack_are_not_kept(equilibrium, attack):
     """The lab watches solves: an attack of many steps would keep the state of every one until it ends."""
     images, labels = torch.rand(2, 1, 6, 6, dtype=torch.float64), torch.tensor([0, 1])
     with eq.watch_solves() as solves:
-        pgd(equilibrium, images, labels, radius=0.1, steps=3)
+        attacked = attack(equilibrium, images, labels, radius=0.1, steps=3)
+    assert not torch.equal(attacked, images)
     assert all(solution.value is None for solution in solves)
+
+
+@pytest.mark.parametrize("attack", BOTH)
+def test_a_model_in_the_middle_of_training_is_attacked(equilibrium, attack):
+    """With everything in it that a step of training leaves behind."""
+    images, labels = torch.rand(4, 1, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    functional.cross_entropy(equilibrium.train()(images), labels).backward()
+    before = {name: p.grad.clone() for name, p in equilibrium.named_parameters()}
+    attacked = attack(equilibrium.eval(), images, labels, radius=0.1, steps=3)
+    assert (loss_of(equilibrium, attacked, labels) > loss_of(equilibrium, images, labels)).all()
+    assert all(torch.equal(p.grad, before[name]) for name, p in equilibrium.named_parameters())
 
 
 # Against foolbox
@@ -412,7 +425,7 @@ def test_foolbox_takes_restarts_and_a_fixed_start(digits):
 @needs_foolbox
 def test_foolbox_needs_a_module():
     with pytest.raises(TypeError, match="the attack 'foolbox' needs a model that is a torch.nn.Module"):
-        foolbox_pgd(lambda x: x.flatten(1), torch.rand(1, 1, 2, 2), torch.tensor([0]), radius=0.1)
+        foolbox_pgd(lambda x: x.flatten(1), torch.rand(1, 1, 2, 2), torch.tensor([0]), radius=0.1)  # type: ignore[arg-type]
 
 
 def test_foolbox_that_is_not_installed_is_named(monkeypatch):

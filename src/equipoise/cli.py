@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -296,7 +297,9 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
         work()
     except Stopped as stopped:
         if machine.leads:
-            print(f"stopped at step {stopped.step} and saved; continue with: equipoise resume {stopped.folder}")
+            print(
+                f"stopped at step {stopped.step} and saved; continue with: equipoise resume {shlex.quote(str(stopped.folder))}"
+            )
         return 128 + stopped.number
     return 0
 

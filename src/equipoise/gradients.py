@@ -233,7 +233,7 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
                 f"f is no function of z: at the same z its residual was {residual[differs][0]:.2e} during the solve "
                 f"and {again[differs][0]:.2e} after it. Look for dropout, noise, BatchNorm or state inside f.",
                 ImpureFunctionWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
 

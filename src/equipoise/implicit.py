@@ -40,7 +40,7 @@ class Report:
             return
         if self.on_failure == "raise":
             raise ConvergenceError(message, stats)
-        warnings.warn(message, ConvergenceWarning, stacklevel=4)
+        warnings.warn(message, ConvergenceWarning, stacklevel=5)
 
     def backward(self, solved: Solved, rows: Tensor, batch: int) -> None:
         """Report the adjoint system of the samples ``rows`` of a batch."""

@@ -268,7 +268,7 @@ def warn_of_mixing_layers(f: Any) -> None:
         warnings.warn(
             f"f is no function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
             ImpureFunctionWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from equipoise.lab.files import whole
 
 FORMAT = 1
+MODEL_FACTS = ("recipe", "folder", "tables", "phase", "data")  # what is needed to build the model again
 
 
 class CheckpointError(ValueError):
@@ -52,11 +53,17 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{path} was not written by equipoise: it does not say which model its tensors belong to."
         )
-    if int(metadata.get("format", 0)) > FORMAT:
-        raise CheckpointError(
-            f"{path} was written by a newer equipoise; this one reads format {FORMAT}: update equipoise."
-        )
-    return tensors, json.loads(metadata["equipoise"])
+    if metadata.get("format") != str(FORMAT):
+        newer = metadata.get("format", "").isdecimal()
+        what = "was written by a newer equipoise: update equipoise" if newer else "has a header that is damaged"
+        raise CheckpointError(f"{path} {what}; this one reads format {FORMAT}, and it has {metadata.get('format')}.")
+    try:
+        facts = json.loads(metadata["equipoise"])
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a header that is damaged: {error}.") from None
+    if missing := [name for name in MODEL_FACTS if name not in facts]:
+        raise CheckpointError(f"{path} does not say which model its tensors belong to: {', '.join(missing)} missing.")
+    return tensors, facts
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

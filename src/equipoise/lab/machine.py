@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Machine:
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes, in every one."""
         if self.world > 1:
-            values = values.to(self.device)
+            values = values.to(self.device, copy=True)  # summed in place
             dist.all_reduce(values)
         return values.cpu()
 
@@ -46,6 +46,11 @@ class Machine:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """The leading process's values of these tensors, in every process."""
+        for tensor in tensors if self.world > 1 else ():
+            dist.broadcast(tensor, src=0)
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -6,6 +6,7 @@ import copy
 import shutil
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from equipoise.lab.files import read_json, write_json
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Recipe, Source, Where
-from equipoise.lab.runs import Run, command, create, new_folder, open_run
-from equipoise.lab.train import Interrupted, train
+from equipoise.lab.runs import Run, RunError, command, create, new_folder, open_run
+from equipoise.lab.train import Interrupted, StopRequest, train
 
 
 class Stopped(Exception):
@@ -72,17 +73,20 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
     saved = read_json(folder / "sweep.json")
     source = Source(saved["recipe"], saved["tables"], Where(str(folder / "sweep.json")), saved["folder"])
     recipe: Recipe = source.read(Recipe)
-    runs = []
-    for seed in range(recipe.seed, recipe.seed + recipe.seeds):
-        run = Run(folder / f"seed-{seed}")
-        if machine.leads and not (run.folder / "run.json").exists():
-            tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
-            create(run.folder, Source(source.name, tables, source.where, source.folder), **described(machine))
-        machine.wait()
-        if machine.leads:
-            print(f"seed {seed}")
-        run_to_end(run, folder, machine, folders)
-        runs.append(run)
+    runs, stop = [], StopRequest()
+    with stop.listening():
+        for seed in range(recipe.seed, recipe.seed + recipe.seeds):
+            run = Run(folder / f"seed-{seed}")
+            if machine.leads and not (run.folder / "run.json").exists():
+                tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
+                create(run.folder, Source(source.name, tables, source.where, source.folder), **described(machine))
+            machine.wait()
+            if machine.leads:
+                print(f"seed {seed}")
+            result = run_to_end(run, folder, machine, folders, stop=stop)
+            runs.append(run)
+            if asked := machine.share(stop.signal):  # at the end of a run: the next one must not begin
+                raise Stopped(folder, result["steps"], asked)
     if machine.leads:
         summary = summarize([run.result or {} for run in runs])
         write_json(folder / "result.json", {"status": "finished", "seeds": len(runs), "test": summary})
@@ -94,16 +98,27 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
 
 
 def run_to_end(
-    run: Run, resumable: Path, machine: Machine, folders: Sequence[Path], source: Source | None = None
+    run: Run,
+    resumable: Path,
+    machine: Machine,
+    folders: Sequence[Path],
+    source: Source | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Train a run; a request to stop names the folder to resume."""
-    try:
-        if not machine.leads:
-            return train(run, machine, folders, source)
-        with run.alone():
-            return train(run, machine, folders, source)
-    except Interrupted as interrupted:
-        raise Stopped(resumable, interrupted.step, interrupted.number) from None
+    with ExitStack() as held:
+        refused = None
+        if machine.leads:
+            try:
+                held.enter_context(run.alone())
+            except RunError as error:
+                refused = str(error)
+        if refused := machine.share(refused):  # all processes end, not only the one that was refused
+            raise RunError(refused)
+        try:
+            return train(run, machine, folders, source, stop)
+        except Interrupted as interrupted:
+            raise Stopped(resumable, interrupted.step, interrupted.number) from None
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,13 @@ def load_data(recipe: Recipe, folders: Sequence[Path]) -> DataSet:
     return replace(data, train=some(data.train), val=some(data.val), test=some(data.test))
 
 
-def train(run: Run, machine: Machine, folders: Sequence[Path] = (), source: Source | None = None) -> dict[str, Any]:
+def train(
+    run: Run,
+    machine: Machine,
+    folders: Sequence[Path] = (),
+    source: Source | None = None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
     """Train a run from wherever it stands to its end, and return its result.
 
     Args:
@@ -146,6 +152,7 @@ def train(run: Run, machine: Machine, folders: Sequence[Path] = (), source: Sour
         machine: where; see :func:`equipoise.lab.machine.this_machine`.
         folders: where to look for data first.
         source: the recipe as it was read, which knows the lines of its file; None reads the run's own copy.
+        stop: who listens to signals; None listens while training.
 
     Raises:
         Interrupted: on Ctrl-C or SIGTERM, once the step is finished and saved.
@@ -153,20 +160,21 @@ def train(run: Run, machine: Machine, folders: Sequence[Path] = (), source: Sour
     """
     if run.result is not None:
         return run.result
-    return Trainer(run, machine, folders, source).train()
+    trainer = Trainer(run, machine, folders, source, stop or StopRequest())
+    with trainer.stop.listening() if stop is None else nullcontext():
+        return trainer.train()
 
 
 class Trainer:
     """One run being trained."""
 
-    def __init__(self, run: Run, machine: Machine, folders: Sequence[Path], source: Source | None):
-        self.run, self.machine = run, machine
+    def __init__(self, run: Run, machine: Machine, folders: Sequence[Path], source: Source | None, stop: StopRequest):
+        self.run, self.machine, self.stop = run, machine, stop
         self.source = source or run.source
         self.recipe = check(self.source)
         self.data = load_data(self.recipe, folders)
         self.facts = self.data.facts()
         self.setting = Setting(self.recipe.training, machine)
-        self.stop = StopRequest()
         size = min(self.recipe.training.batch_size, len(self.data.train))
         self.steps_per_epoch = len(self.rows(epoch=0))
         if not self.steps_per_epoch:
@@ -177,6 +185,8 @@ class Trainer:
         self.learner = self.assemble(0)
         if run.last.exists():
             self.resume()
+        elif machine.leads and run.log.exists():
+            run.trim(0, 0)  # it was stopped before its first checkpoint
 
     # What there is to train
 
@@ -190,10 +200,11 @@ class Trainer:
         """Model, task, optimizer and schedule as they are at the start of a phase."""
         recipe, where = self.source.phase(phase), self.source.where_in(phase)
         model = self.setting.place(build_model(recipe, self.facts, where))
-        optimizer = build_optimizer(recipe, [p for p in model.parameters() if p.requires_grad], where)
         first, end = self.stretch(phase)
+        begun, begun_where = self.source.phase(first), self.source.where_in(first)
+        optimizer = build_optimizer(begun, [p for p in model.parameters() if p.requires_grad], begun_where)
         epochs = self.epochs_before[end] - self.epochs_before[first]
-        schedule = build_schedule(recipe, optimizer, epochs, self.steps_per_epoch, where)
+        schedule = build_schedule(begun, optimizer, epochs, self.steps_per_epoch, begun_where)
         scaler = torch.amp.GradScaler(self.machine.device.type, enabled=self.recipe.training.precision == "float16")
         net = DistributedDataParallel(model) if self.machine.world > 1 else model
         return Learner(model, net, build_task(recipe, self.facts, where), optimizer, schedule, scaler)
@@ -226,7 +237,7 @@ class Trainer:
         done = (self.epochs_before[position.phase] + position.epoch) * epoch
         done += min(position.batch * self.recipe.training.batch_size, epoch)
         self.log = Log(self.run, self.machine, self.epochs_before[-1] * epoch, done, position.step)
-        with quiet_failures(), self.stop.listening(), self.log:
+        with quiet_failures(), self.log:
             self.introduce()
             while position.phase < len(phases):
                 while position.epoch < phases[position.phase].epochs:
@@ -269,23 +280,31 @@ class Trainer:
         generator = seed_everything(recipe.seed, "step", position.step, machine.rank)
         batch = learner.task.augment(self.setting.prepare(learner.task, batch), generator)
         learner.optimizer.zero_grad(set_to_none=True)
+        buffers = [buffer.clone() for buffer in learner.model.buffers()]
         with watch_solves() as solves, self.setting.autocast():
             loss, sums = learner.task.loss(learner.net, batch)
-        # Gradients are averaged over processes: a process with more samples than another must count for more.
-        share = len(batch[0]) * machine.world / size
-        learner.scaler.scale(loss * share if share != 1 else loss).backward()
-        learner.scaler.unscale_(learner.optimizer)
         parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+        objective = loss
+        if machine.world > 1:
+            # Gradients are averaged over processes: one with more samples than another must count for more. And each
+            # process must have a gradient of every parameter, also when its solves all failed: the others wait for it.
+            objective = loss * (len(batch[0]) * machine.world / size) + 0 * sum(p.sum() for p in parameters)
+        learner.scaler.scale(objective).backward()
+        learner.scaler.unscale_(learner.optimizer)
         length = nn.utils.clip_grad_norm_(parameters, recipe.training.clip or torch.inf)
 
         # One exchange between processes: all must decide the same.
         unsolved, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0)
-        mine = [unsolved, solved, not torch.isfinite(loss) or not torch.isfinite(length), self.stop.signal is not None]
-        unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        broken = not torch.isfinite(loss) or not torch.isfinite(length)
+        mine = [loss.item() * len(batch[0]), unsolved, solved, broken, self.stop.signal is not None]
+        summed, unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         if learner.scaler.is_enabled():
             broken = 0  # it looks for such steps and skips them itself: while it finds its scale they are normal
         failed = bool(broken) or (solved > 0 and unsolved > recipe.failures.share * solved)
-        if not broken and not (failed and recipe.failures.policy == "skip"):
+        if broken or (failed and recipe.failures.policy == "skip"):
+            for buffer, before in zip(learner.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # nothing of the batch stays, nor in running statistics
+        else:
             learner.scaler.step(learner.optimizer)
         learner.scaler.update()
         rate = learner.optimizer.param_groups[0]["lr"]
@@ -295,7 +314,7 @@ class Trainer:
 
         add(sums := {**sums}, solve_sums(solves))
         add(self.progress.sums, sums)
-        self.tell_step(size, loss.item(), float(length), rate, sums, int(unsolved))
+        self.tell_step(size, summed / size, float(length), rate, sums, int(unsolved))
         return stop > 0
 
     def failed_too_often(self) -> bool:
@@ -309,6 +328,7 @@ class Trainer:
         totals = self.machine.total(progress.sums)
         record: dict[str, Any] = {"kind": "epoch", "step": position.step, "epoch": epoch, "phase": position.phase}
         record["train"] = {**learner.task.metrics(totals), "solver": solve_metrics(totals)}
+        self.machine.spread(learner.model.buffers())  # each process has running statistics of its own part
         if self.data.val is not None:
             record["val"] = self.measure(self.data.val).record()
         if self.recipe.training.test == "epoch":
@@ -331,7 +351,8 @@ class Trainer:
             return
         best = self.progress.best
         if best is None or (value > best["value"] if task.best_is_largest else value < best["value"]):
-            self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch}
+            phase = self.progress.position.phase
+            self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch, "phase": phase}
             if self.machine.leads:
                 facts = {**self.model_facts(), "best": self.progress.best}
                 checkpoints.save(self.run.best, checkpoints.model_tensors(self.learner.model), facts)
@@ -345,6 +366,8 @@ class Trainer:
         if progress.best is not None:
             self.machine.wait()  # until the leading process has written it
             tensors, _ = checkpoints.read(self.run.best)
+            if progress.best["phase"] != len(self.recipe.phases) - 1:  # the model or the task may be another
+                self.learner = self.assemble(progress.best["phase"])
             checkpoints.load_model(self.learner.model, tensors, self.run.best)
             result["test"], result["weights"] = self.measure(self.data.test, saving=False).record(), "best"
             result["best"] = progress.best
