@@ -48,7 +48,7 @@ def test_every_command_has_help_with_an_example(path, capsys):
     example = re.search(r"Example: (equipoise .*)", re.sub(r"\s+", " ", text))
     assert example
     first = shlex.split(example[1].split(" && ")[0])[1:]
-    arguments, rest = parser().parse_known_args(first)  # the example is a command that parses
+    _, rest = parser().parse_known_args(first)  # the example is a command that parses
     assert not [word for word in rest if "=" not in word]
     assert first[: len(path)] == list(path)
 

@@ -145,12 +145,6 @@ def test_a_run_of_two_processes_goes_on_with_one(one, tmp_path):
     assert (stopped.result or {})["steps"] == 20
 
 
-def test_a_run_of_one_process_goes_on_with_two(one, tmp_path):
-    stopped = train(tmp_path, *PLAIN, TEST_SIGNALS="loss 10 SIGTERM", expect=143)
-    resume_two(stopped)
-    assert_close(one, stopped, 1e-10)
-
-
 def test_two_processes_train_against_an_adversary(tmp_path):
     changes = ("task.name=robustness", "task.radius=0.05", "task.train_steps=1", "task.steps=2", "phases.0.epochs=1")
     trained = train_two(tmp_path, *changes)

@@ -55,14 +55,13 @@ def test_killed_at_random_moments(tmp_path, kills, epochs):
     uninterrupted = train(tmp_path, *changes)
     moments = random.Random(0)
     process = start(tmp_path, "train", write_recipe(tmp_path), *changes)
+    killed = Run(tmp_path / "runs" / "patterns-002")
     for _ in range(kills):
         until(lambda process=process: "samples to train on" in process.text)
         time.sleep(moments.uniform(0, 0.15))
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, process.text
-        killed = latest(tmp_path)
         assert_readable(killed)
-        assert not killed.last.exists() or checkpoints.read(killed.last)[1]["progress"]["position"]["step"] > 0
         for part in parts(killed):
             part.write_bytes(b"nobody must read this")
         process = start(tmp_path, "resume", killed.folder)
@@ -289,7 +288,7 @@ def test_the_best_weights_are_tested_in_their_own_phase(tmp_path):
     assert read_json(tmp_path / "numbers.json") == result["test"]
 
 
-def cosine(step: int, steps: int, rate: float, final: float = 0.0) -> float:
+def cosine(step: float, steps: float, rate: float, final: float = 0.0) -> float:
     return final + (rate - final) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -335,9 +334,9 @@ TOTAL = 2 * STEPS  # of both epochs
 def test_schedules(tmp_path, schedule, rate, momentum):
     """What they say, though training is stopped and resumed in the middle."""
     changes = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.nesterov=true", *schedule)
-    stopped = train(tmp_path, *changes, TEST_SIGNALS="loss 5 SIGTERM", expect=143)
+    stopped = train(tmp_path, *changes, TEST_SIGNALS="loss 3 SIGTERM", expect=143)
     (group,) = checkpoints.read(stopped.last)[1]["learner"]["optimizer"]["groups"]
-    assert (group["lr"], group["momentum"]) == pytest.approx((rate(5), momentum(5)))
+    assert (group["lr"], group["momentum"]) == pytest.approx((rate(3), momentum(3)))
     resume(stopped)
     rates = [record["lr"] for record in stopped.records() if record["kind"] == "step"]
     assert rates == pytest.approx([rate(step) for step in range(TOTAL)])

@@ -297,9 +297,8 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
         work()
     except Stopped as stopped:
         if machine.leads:
-            print(
-                f"stopped at step {stopped.step} and saved; continue with: equipoise resume {shlex.quote(str(stopped.folder))}"
-            )
+            folder = shlex.quote(str(stopped.folder))
+            print(f"stopped at step {stopped.step} and saved; continue with: equipoise resume {folder}")
         return 128 + stopped.number
     return 0
 

@@ -41,7 +41,7 @@ class Registry:
             raise TypeError(f"the name of a {self.kind} is {name!r}; it must be a text.")
         try:
             if name in self.entries or ":" in name:
-                return outside(self.entries.get(name, name), self.kind)
+                return outside(self.entries.get(name, name), self.kind, name)
         except MissingPackage as error:
             if name in self.entries:
                 error.msg += " pip install 'equipoise[lab]' brings it."
@@ -57,11 +57,11 @@ class MissingPackage(ImportError):
     """A package that the command needs is not installed."""
 
 
-def outside(name: str, kind: str) -> Any:
+def outside(name: str, kind: str, shown: str) -> Any:
     """The attribute ``Name`` of module ``module`` for a text ``"module:Name"``."""
     module_name, _, attribute = name.partition(":")
     missing = UnknownName(
-        f"{kind} {name!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "
+        f"{kind} {shown!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "
         "and Python's path."
     )
     if not all(part.isidentifier() for part in module_name.split(".")):
@@ -71,7 +71,7 @@ def outside(name: str, kind: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise missing from None
-        sentence = f"{kind} {name!r} needs the package {error.name!r}, which is not installed."
+        sentence = f"{kind} {shown!r} needs the package {error.name!r}, which is not installed."
         raise MissingPackage(sentence, name=error.name) from error
     if not hasattr(module, attribute):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -53,7 +53,11 @@ class Setting:
 
     def prepare(self, task: Task, batch: Batch) -> Batch:
         """A batch as the model takes it."""
-        inputs, *rest = task.prepare(batch, self.dtype)
+        return self.lay_out(task.prepare(batch, self.dtype))
+
+    def lay_out(self, batch: Batch) -> Batch:
+        """A prepared batch in the layout of the model."""
+        inputs, *rest = batch
         if self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return (inputs, *rest)

@@ -279,6 +279,7 @@ class Trainer:
         recipe, learner, position, machine = self.recipe, self.learner, self.progress.position, self.machine
         generator = seed_everything(recipe.seed, "step", position.step, machine.rank)
         batch = learner.task.augment(self.setting.prepare(learner.task, batch), generator)
+        batch = self.setting.lay_out(batch)  # augmentation may have changed it
         learner.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in learner.model.buffers()]
         with watch_solves() as solves, self.setting.autocast():

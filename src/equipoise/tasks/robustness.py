@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.fixed_point import watch_solves
-from equipoise.registry import Registry
+from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
 from equipoise.validation import options, require
@@ -210,7 +210,10 @@ class Robustness(Classification):
     ):
         super().__init__(class_names, shift, flip, label_smoothing, top)
         self.budget = Budget(radius=radius, norm=norm, steps=steps, restarts=restarts)
-        self.attack = ATTACKS[attack]
+        try:
+            self.attack = ATTACKS[attack]
+        except UnknownName as error:  # of an option of the task, not of the task
+            raise ValueError(str(error)) from None
         if attack == "foolbox":
             import_foolbox()  # a missing package shows now, not after training
         self.train_steps = train_steps
@@ -228,11 +231,12 @@ class Robustness(Classification):
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch
-        sums = super().measure(model, batch)
+        logits = model(images)
+        sums = self.evaluation_sums(logits, labels)
         budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.budget.steps}
         attacked = self.attack(model, images, labels, restarts=self.budget.restarts, **budget)
         # An image that the model gets wrong as it is counts as broken: no attack was needed.
-        right = (model(images).argmax(1) == labels) & (model(attacked).argmax(1) == labels)
+        right = (logits.argmax(1) == labels) & (model(attacked).argmax(1) == labels)
         sums["robust"] = right.sum()
         return sums
 
