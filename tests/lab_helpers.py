@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -116,6 +116,7 @@ class Net(nn.Module):
     Images and outputs are divided by the largest pixel, so that a black image breaks the batch it is in.
 
     Args:
+        honest: outputs are divided, too; else those of a black image are those of the state that the solver gave up at.
         ballast: so many numbers more in every checkpoint, so that writing one takes time.
     """
 
@@ -127,6 +128,7 @@ class Net(nn.Module):
         activation: str = "tanh",
         dropout: float = 0.2,
         norm: bool = True,
+        honest: bool = True,
         ballast: int = 1,
     ):
         super().__init__()
@@ -136,11 +138,13 @@ class Net(nn.Module):
         )
         self.equilibrium = eq.Equilibrium(Cell(size, activation, dropout))
         self.head = nn.Linear(size, classes)
+        self.honest = honest
         self.register_buffer("ballast", torch.zeros(ballast))
 
     def forward(self, images: Tensor) -> Tensor:
         brightest = images.flatten(1).amax(1, keepdim=True)
-        return self.head(self.equilibrium(self.stem(images.flatten(1) / brightest))) / brightest
+        logits = self.head(self.equilibrium(self.stem(images.flatten(1) / brightest)))
+        return logits / brightest if self.honest else logits
 
 
 class Signalled(Classification):
@@ -289,7 +293,9 @@ def run(folder: Path, *words: object, expect: int = 0, **settings: object) -> st
     return process.text
 
 
-def start_two(folder: Path, *words: object, second: dict[str, object] | None = None, **settings: object) -> list:
+def start_two(
+    folder: Path, *words: object, second: dict[str, object] | None = None, **settings: object
+) -> list[Process]:
     """The same command in two processes that share the work, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -302,7 +308,7 @@ def start_two(folder: Path, *words: object, second: dict[str, object] | None = N
 
 
 def run_two(folder: Path, *words: object, expect: int = 0, **settings: Any) -> str:
-    """Two processes to their ends; returns what the first said. The second must have said nothing."""
+    """Two processes to their ends; returns what the first said."""
     processes = start_two(folder, *words, **settings)
     codes = [process.wait() for process in processes]
     told = "\n".join(f"process {rank}:\n{process.text}" for rank, process in enumerate(processes))
@@ -369,16 +375,18 @@ def parts(trained: Run) -> list[Path]:
     return list(trained.folder.rglob("*.part"))
 
 
-def command(*words: object, python: Sequence[object] = ("-W", "error"), folder: Path) -> subprocess.Popen[str]:
-    """``python -m equipoise WORDS``, all of it."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, (*python, "-m", "equipoise", *words))],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@contextmanager
+def command(
+    *words: object, python: Sequence[object] = ("-W", "error"), folder: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """``python -m equipoise WORDS``, all of it; it does not outlive the block."""
+    line = [sys.executable, *map(str, (*python, "-m", "equipoise", *words))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def resume_command(text: str) -> str:

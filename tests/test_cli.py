@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from equipoise.cli import main, parser
+from equipoise.lab.data import MissingData, load
+from equipoise.lab.recipes import Recipe, kind_of, open_recipe, recipe_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,7 +209,23 @@ def test_doctor_names_what_is_missing(capsys, monkeypatch):
     assert "MISSING  safetensors (checkpoints): pip install 'equipoise[lab]'" in capsys.readouterr().out
 
 
-def test_a_figure_and_a_table(run, tmp_path, capsys):
+@pytest.mark.parametrize("name", [name for name in recipe_names() if kind_of(open_recipe(name)) is Recipe])
+def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch):
+    """On the real data, where it is there: in $EQUIPOISE_DATA or in a folder of data beside the repository."""
+    beside = ROOT.parent / "shared" / "data"
+    try:
+        load(open_recipe(name).read(Recipe).data.name, folders=[beside])
+    except MissingData as missing:
+        pytest.skip(str(missing))
+    words = ["--budget", "smoke", "--runs", str(tmp_path), "--data", str(beside), "--threads", "1"]
+    assert main(["train", name, *words]) == 0
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["failed_steps"] == 0
+    assert result["test"]["solver"]["forward"]["failed"] < 0.01
+
+
+def test_a_figure(run, tmp_path, capsys):
     out = tmp_path / "figure.png"
     assert main(["figure", "core/convergence", "--run", str(run), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")

@@ -20,6 +20,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.runs import Run
 from lab_helpers import (
     EPOCHS,
+    PATIENCE,
     STEPS,
     assert_readable,
     assert_same,
@@ -177,10 +178,10 @@ def test_two_interrupts_stop_at_once(tmp_path, reference):
 
 def test_stopped_by_a_person(tmp_path):
     """The whole command, from outside."""
-    with command("train", write_recipe(tmp_path), "phases.0.epochs=1000", folder=tmp_path) as process:
+    with command("train", write_recipe(tmp_path), "phases.0.epochs=200", folder=tmp_path) as process:
         until(lambda: process.poll() is not None or latest(tmp_path).records())
         process.send_signal(signal.SIGINT)
-        text, errors = process.communicate()
+        text, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, "")
     assert resume_command(text) == "resume runs/patterns-001"
 
@@ -226,10 +227,12 @@ def test_a_run_belongs_to_one_process_at_a_time(tmp_path, reference):
     ):  # with that of the epoch, all that it writes before it stands still
         time.sleep(0.01)
     held = latest(tmp_path)
-    assert held.status == "running"
-    text = resume(held, expect=2)
-    assert text.startswith(f"equipoise: {held.folder} is being trained by another process")
-    first.send(signal.SIGCONT)
+    try:
+        assert held.status == "running"
+        text = resume(held, expect=2)
+        assert text.startswith(f"equipoise: {held.folder} is being trained by another process")
+    finally:
+        first.send(signal.SIGCONT)
     assert first.wait() == 0, first.text
     assert_same(reference, held)
 
@@ -286,6 +289,14 @@ def test_the_best_weights_are_tested_in_their_own_phase(tmp_path):
     assert result["best"]["epoch"] <= 2
     run(tmp_path, "evaluate", trained.folder, "--json", "numbers.json")
     assert read_json(tmp_path / "numbers.json") == result["test"]
+
+
+def test_the_best_weights_are_best_by_the_task_of_the_last_phase(tmp_path):
+    """Accuracy and robust accuracy cannot be compared."""
+    attacked = 'task = {name = "robustness", radius = 0.5, steps = 2}'
+    trained = train(tmp_path, phases=f"{EPOCHS}\n[[phases]]\nepochs = 1\n{attacked}\n")
+    assert trained.epochs()[-1]["val"]["robust accuracy"] < trained.epochs()[-2]["val"]["accuracy"]
+    assert (trained.result or {})["best"]["metric"] == "robust accuracy"
 
 
 def cosine(step: float, steps: float, rate: float, final: float = 0.0) -> float:
@@ -409,6 +420,16 @@ def test_a_step_that_is_not_a_number_is_not_made(tmp_path, norm):
     assert (broken.result or {})["failed_steps"] == 2  # one of every epoch
     losses = [record["loss"] for record in broken.records() if record["kind"] == "step"]
     assert sum(loss is None for loss in losses) == 2
+    tensors, _ = checkpoints.read(broken.last)
+    assert all(tensor.isfinite().all() for name, tensor in tensors.items() if not name.startswith("sums/"))
+
+
+def test_running_statistics_that_are_no_numbers_are_not_kept(tmp_path):
+    """Where a solve gives up, outputs are numbers though inputs were none: the loss does not show it."""
+    changes = ("data.poison=7", "data.validation=0", "task.shift=0", "model.honest=false")
+    broken = train(tmp_path, *changes)
+    losses = [record["loss"] for record in broken.records() if record["kind"] == "step"]
+    assert None not in losses
     tensors, _ = checkpoints.read(broken.last)
     assert all(tensor.isfinite().all() for name, tensor in tensors.items() if not name.startswith("sums/"))
 

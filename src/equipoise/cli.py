@@ -304,8 +304,9 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
 
 
 def resume(arguments: Any) -> int:
-    from equipoise.lab.sweeps import resume_folder
+    from equipoise.lab.sweeps import resume_folder, threads_of
 
+    arguments.threads = arguments.threads or threads_of(arguments.folder)
     with machine_of(arguments) as machine:
         return to_the_end(machine, lambda: resume_folder(arguments.folder, machine, arguments.data))
 

@@ -174,7 +174,9 @@ def convergence(
         max_steps: at most.
     """
     opened = [open_trained(run, machine) for run in runs]
-    splits = [load_data(trained.recipe, tuple(folders)).test for trained in opened]
+    splits = [
+        load_data(trained.recipe, run.data_folders(folders)).test for run, trained in zip(runs, opened, strict=True)
+    ]
     return convergence_of(list(zip(opened, splits, strict=True)), samples, relative, max_steps)
 
 

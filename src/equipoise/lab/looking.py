@@ -73,7 +73,7 @@ def evaluate_run(
 ) -> Evaluation:
     """Measure a trained run on a split of its data."""
     trained = open_trained(run, machine, weights, task, changes)
-    data: DataSet = load_data(trained.recipe, tuple(folders))
+    data: DataSet = load_data(trained.recipe, run.data_folders(folders))
     samples = getattr(data, split)
     if samples is None:
         raise ValueError(f"{data.name} has no split {split!r} in this run: it was trained with data.validation = 0.")

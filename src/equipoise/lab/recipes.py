@@ -85,7 +85,7 @@ class Phase:
     tolerance: dict[str, Any] | None = None
     gradient: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
-    schedule: dict[str, Any] | None = None  # runs over this phase alone; the recipe's own runs over all phases
+    schedule: dict[str, Any] | None = None  # it and the optimizer start anew where a phase states one of them
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def look(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> Loo
         text = f"The model could not be opened, so that nothing was measured: {error}"
         return dataclasses.replace(known, missing=[*missing, Notice(text)])
     try:
-        data = load_data(trained.recipe, tuple(folders))
+        data = load_data(trained.recipe, run.data_folders(folders))
     except (ValueError, LookupError, OSError, ImportError) as error:
         text = f"The test split could not be measured, so that its pictures are missing: {error} Then, again:"
         again = Notice(text, f"equipoise report {known.command_name}")

@@ -19,7 +19,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,6 +72,10 @@ class Run:
         """How training ended; None while it has not."""
         path = self.folder / "result.json"
         return read_json(path) if path.exists() else None
+
+    def data_folders(self, given: Sequence[Path]) -> list[Path]:
+        """Where to look for data: in the folders given now, then in those given when the run was made."""
+        return [*given, *map(Path, self.facts["machine"].get("data", []))]
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of the log; a last line cut short by a crash is left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,10 +36,10 @@ def train_recipe(
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if recipe.seeds == 1:
         if machine.leads:
-            create(folder, source, **described(machine))
+            create(folder, source, **described(machine, folders))
     elif machine.leads:
         tables = {"recipe": source.name, "folder": source.folder, "tables": source.tables, "command": command()}
-        write_json(folder / "sweep.json", tables, exact=True)
+        write_json(folder / "sweep.json", {**tables, "machine": described(machine, folders)}, exact=True)
     machine.wait()
     try:
         resume_folder(folder, machine, folders, report, source)
@@ -79,14 +80,14 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
             run = Run(folder / f"seed-{seed}")
             if machine.leads and not (run.folder / "run.json").exists():
                 tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
-                create(run.folder, Source(source.name, tables, source.where, source.folder), **described(machine))
+                create(run.folder, Source(source.name, tables, source.where, source.folder), **saved["machine"])
             machine.wait()
             if machine.leads:
                 print(f"seed {seed}")
             result = run_to_end(run, folder, machine, folders, stop=stop)
             runs.append(run)
-            if asked := machine.share(stop.signal):  # at the end of a run: the next one must not begin
-                raise Stopped(folder, result["steps"], asked)
+            if machine.sum(torch.tensor(float(stop.signal is not None))):  # the next one must not begin
+                raise Stopped(folder, result["steps"], stop.signal or signal.SIGTERM)
     if machine.leads:
         summary = summarize([run.result or {} for run in runs])
         write_json(folder / "result.json", {"status": "finished", "seeds": len(runs), "test": summary})
@@ -132,8 +133,20 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def described(machine: Machine) -> dict[str, Any]:
-    return {"device": str(machine.device), "processes": machine.world, "threads": torch.get_num_threads()}
+def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
+    """What a run remembers of where it was begun; resumed with other threads it is the same only to rounding."""
+    return {
+        "device": str(machine.device),
+        "processes": machine.world,
+        "threads": torch.get_num_threads(),
+        "data": [str(folder.resolve()) for folder in folders],
+    }
+
+
+def threads_of(folder: Path) -> int | None:
+    """The threads a run or sweep was begun with."""
+    files = [folder / name for name in ("run.json", "sweep.json") if (folder / name).is_file()]
+    return read_json(files[0])["machine"]["threads"] if files else None
 
 
 def tell_result(run: Run, result: dict[str, Any]) -> None:

@@ -172,7 +172,10 @@ class Trainer:
         self.run, self.machine, self.stop = run, machine, stop
         self.source = source or run.source
         self.recipe = check(self.source)
-        self.data = load_data(self.recipe, folders)
+        self.data = load_data(self.recipe, run.data_folders(folders))
+        for split in (self.data.val, self.data.test):
+            if split is not None and len(split) < machine.world:
+                raise ValueError(f"a split of {len(split)} samples cannot be shared by {machine.world} processes.")
         self.facts = self.data.facts()
         self.setting = Setting(self.recipe.training, machine)
         size = min(self.recipe.training.batch_size, len(self.data.train))
@@ -297,6 +300,8 @@ class Trainer:
         # One exchange between processes: all must decide the same.
         unsolved, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0)
         broken = not torch.isfinite(loss) or not torch.isfinite(length)
+        if unsolved:  # where a solve gives up, the loss is a number though running statistics may not be
+            broken = broken or not all(buffer.isfinite().all() for buffer in learner.model.buffers())
         mine = [loss.item() * len(batch[0]), unsolved, solved, broken, self.stop.signal is not None]
         summed, unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         if learner.scaler.is_enabled():
@@ -351,6 +356,8 @@ class Trainer:
         if value is None or not math.isfinite(value):
             return
         best = self.progress.best
+        if best is not None and best["metric"] != task.best_metric:
+            best = None  # of another task, in an earlier phase: they cannot be compared
         if best is None or (value > best["value"] if task.best_is_largest else value < best["value"]):
             phase = self.progress.position.phase
             self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch, "phase": phase}
