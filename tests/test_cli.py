@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,9 @@ def fails(capsys, *words):
         (["train", "core/digits", "optimizer.lr=-1"], "Invalid learning rate: -1"),
         (["train", "core/digits", "solver.name=andersen"], "there is no solver 'andersen'; did you mean 'anderson'?"),
         (["train", "core/digits", "tolerance.relative=-1"], "relative is -1"),
+        (["train", "core/digits", "solver.name=gmres"], "there is no solver 'gmres'"),
+        (["train", "core/digits", "data.name=image-folder"], "data set 'image-folder' needs folder"),
+        (["train", "core/digits", "data.name=image-folder", "data.folder=3"], "data.folder is 3; it must be a text"),
         (["train", "core/digits", "--device", "cuda:99"], "--device is 'cuda:99', which this machine cannot use"),
         (["train", "core/digits", "--device", "gpu"], "--device is 'gpu', which this machine cannot use"),
         (["train", "core/digits", "--threads", "0"], "--threads is 0; it must be at least 1"),
@@ -191,6 +195,17 @@ def test_lists(capsys):
     assert "1437 + 360 samples" in capsys.readouterr().out
 
 
+def test_one_damaged_run_does_not_hide_the_others(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "good")
+    for name, text in (("broken", "{"), ("empty", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert main(["runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"good +core/digits +finished", printed)
+    assert len(re.findall("damaged: ", printed)) == 2
+
+
 def test_no_runs_yet(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 0
     assert "`equipoise train` makes one" in capsys.readouterr().out
@@ -229,6 +244,9 @@ def test_a_figure(run, tmp_path, capsys):
     out = tmp_path / "figure.png"
     assert main(["figure", "core/convergence", "--run", str(run), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+    assert "must end in .png" in fails(capsys, "figure", "core/convergence", "--run", run, "--out", tmp_path / "x.abc")
+    assert "have no effect on them" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
+    assert "leave out seeds" in fails(capsys, "figure", "core/convergence", "seeds=2")
     assert "is drawn from 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
 
 
@@ -317,3 +335,26 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     assert not [p for name in "ab" for p in (tmp_path / name).rglob("*") if p.is_file()]
     server.shutdown()
     server.server_close()
+
+
+def test_predict_reads_images_as_training_does(tmp_path):
+    from PIL import Image
+
+    from equipoise.lab.looking import read_image
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            pixels = torch.randint(256, (17 + number, 30 - number, 3), dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.png")
+    data = load("image-folder", folder=str(tmp_path), size=9, validation=0)
+    for row, (file, _) in enumerate(data.train.samples):
+        assert torch.equal(data.train.read(torch.tensor([row]))[0][0], read_image(tmp_path / file, data.shape))
+
+
+def test_a_best_metric_that_is_none_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "from equipoise.tasks.classification import Classification\nclass T(Classification): best_metric = 'acuracy'"
+    (tmp_path / "misspelt_task.py").write_text(code)
+    said = fails(capsys, "train", "core/digits", "--budget", "smoke", "task.name=misspelt_task:T")
+    assert "best_metric of the task T is 'acuracy'; it has accuracy, loss." in said

@@ -22,6 +22,7 @@ from equipoise.lab.data import (
     places,
     search_path,
 )
+from equipoise.lab.data.base import spread
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.sources import HOW_TO_GET, SOURCES
 from equipoise.lab.data.trees import Zip
@@ -164,8 +165,8 @@ def test_omniglot(tmp_path, as_zips):
     assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert everything(data.test)[1].tolist() == [4, 4, 4, 5, 5, 5]  # other characters: numbered on
     assert images.shape == (12, 1, 28, 28)
-    assert (images[0, 0, :12, :12] == 255).all()  # ink is white
-    assert (images[0, 0, 15:, 15:] == 0).all()
+    assert (images[0, 0, :12, :12] == 0).all()  # ink is black
+    assert (images[0, 0, 15:, 15:] == 255).all()
     assert load("omniglot", folders=[tmp_path], size=105).shape == (1, 105, 105)
 
 
@@ -625,7 +626,7 @@ def test_a_data_set_from_outside(tmp_path, monkeypatch):
     assert len(load("outside_data:squares", count=20).train) == 18  # need not take places
     make_idx(tmp_path)
     assert len(load("outside_data:relabelled", folder=str(tmp_path), validation=0).train) == 7
-    with pytest.raises(TypeError, match="data set 'outside_data:nothing' gave a int; it must give an equipoise.lab"):
+    with pytest.raises(ValueError, match="data set 'outside_data:nothing' gave a int; it must give an equipoise.lab"):
         load("outside_data:nothing")
     with pytest.raises(ImportError, match="needs the package 'a_package_nobody_has', which is missing: pip install"):
         load("outside_data:needy")
@@ -766,3 +767,55 @@ def test_real_checksums(monkeypatch):
         pytest.skip("neither MNIST nor Fashion-MNIST is there")
     for found in verdicts.values():
         assert found <= {*good, "missing"}
+
+
+def test_a_folder_without_classes_is_refused(tmp_path):
+    from PIL import Image
+
+    for part in ("train", "test"):
+        (tmp_path / "pics" / part).mkdir(parents=True)
+        Image.new("L", (9, 7)).save(tmp_path / "pics" / part / "a.png")
+    with pytest.raises(ValueError, match="are not in folders by class, train/CLASS/"):
+        load("image-folder", folder=str(tmp_path / "pics"))
+
+
+def test_images_of_16_bits_turned_and_of_one_colour_are_read_as_they_look(tmp_path):
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (tmp_path / "pics" / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (8, 8), (30 * number // 2, 90, 0)).save(tmp_path / "pics" / name / f"{number:02}.png")
+    Image.new("I;16", (8, 8), 257 * 100).save(tmp_path / "pics" / "cat" / "01.png")
+    turned = Image.new("RGB", (16, 8))
+    turned.paste((255, 255, 255), (0, 0, 8, 8))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # a quarter turn
+    turned.save(tmp_path / "pics" / "cat" / "02.png", exif=exif)
+    data = load("image-folder", folder=str(tmp_path / "pics"), size=8, validation=0)
+    images, _ = data.train.read(torch.arange(2))
+    assert (images[0] == 100).all()
+    assert images[1, 0, 0].float().mean() > 200  # white is at the top once the image stands upright
+    assert images[1, 0, -1].float().mean() < 50
+    assert min(data.std) > 0  # blue is 0 throughout
+
+
+def test_a_run_finds_a_relative_folder_where_it_was_begun(tmp_path, monkeypatch):
+    """Another folder of the same name elsewhere is not taken for it."""
+    from PIL import Image
+
+    for place, colour in (("here", 10), ("there", 200)):
+        for name in ("a", "b"):
+            (tmp_path / place / "pics" / name).mkdir(parents=True)
+            for number in range(6):
+                Image.new("L", (8, 8), colour).save(tmp_path / place / "pics" / name / f"{number}.png")
+    monkeypatch.chdir(tmp_path / "there")
+    data = load("image-folder", folders=[tmp_path / "here"], folder="pics", channels=1, validation=0)
+    assert (data.train.read(torch.arange(3))[0] == 10).all()
+
+
+def test_some_samples_come_from_all_over_a_split():
+    labels = torch.arange(1000) // 100  # sorted, as those of a folder of images are
+    (some,) = spread(TensorSplit(labels), 20).read(torch.arange(20))
+    assert some.unique().tolist() == list(range(10))
+    assert len(spread(TensorSplit(labels), 5000)) == 1000

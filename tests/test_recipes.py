@@ -288,7 +288,6 @@ def test_a_missing_section_is_named(write, part):
         ({"model": "[model]  # <-\nchannels = 3"}, "model.name"),
         ({"phases": '[[phases]]\nepochs = 1\n[[phases]]  # <-\nname = "x"'}, "phases.1.epochs"),
         ({"more": "[solver]  # <-\nmemory = 3"}, "solver.name"),
-        ({"more": "[schedule]  # <-"}, "schedule.name"),
     ],
 )
 def test_a_missing_key_is_named_at_its_section(write, parts, path):
@@ -497,11 +496,21 @@ def test_random_tables_are_read_back_and_every_line_is_known(tmp_path_factory, d
     path = tmp_path_factory.getbasetemp() / "random.toml"
     path.write_text("\n".join(toml.lines) + "\n", encoding="utf-8", newline="")
     source = open_recipe(str(path))
-    assert source.tables == tables
+    defaults = {"task": "classification", "optimizer": "adam", "schedule": "constant"}
+    assert source.tables == tables | {key: {"name": name} for key, name in defaults.items()}
     for key, number in toml.begins.items():
         assert source.where(key) == f"{path}, line {number}"
         assert source.where((*key, "deeper", "still")) == f"{path}, line {number}"
     assert source.where(("nowhere at all",)) == str(path)
+
+
+def test_options_may_be_given_without_the_name_of_the_default_thing(write):
+    text = recipe("[task]\nshift = 1", phases="[[phases]]\nepochs = 1\noptimizer = { lr = 0.5 }")
+    source = open_recipe(write(text), overrides=["schedule.name=cosine", "schedule.final=0.1"])
+    read = check(source)
+    assert (read.task, read.optimizer) == (Named("classification", {"shift": 1}), Named("adam"))
+    assert read.schedule == Named("cosine", {"final": 0.1})
+    assert source.phase(0).optimizer == Named("adam", {"lr": 0.5})
 
 
 # Budgets
@@ -561,7 +570,7 @@ def test_a_budget_of_what_is_not_there_is_refused_on_its_line(write):
         '"model.name" = "conv-equilibrum"  # <-',
         '"solver" = { name = "anderson", memmory = 3 }  # <-',
         '"model" = { name = 3 }  # <-',
-        '"optimizer.lr" = 3  # <-',  # the recipe names no optimizer
+        '"solver.memory" = 3  # <-',  # the recipe names no solver
     ],
 )
 def test_what_a_budget_makes_wrong_is_named_on_the_line_of_the_budget(write, line):
@@ -657,7 +666,7 @@ def test_changes_make_what_is_not_there(write):
         ("model={name=5}", "model.name is 5; it must be a text in quotes."),
         ("model=5", "model is 5; it must be a table of keys and values."),
         ("model.name=conv-equilibrum", "there is no model 'conv-equilibrum'; did you mean 'conv-equilibrium'?"),
-        ("optimizer.lr=1", "optimizer.name is missing; it must be given."),
+        ("solver.memory=1", "solver.name is missing; it must be given."),
         ("solver={name='anderson', memmory=3}", "solver 'anderson' has no option 'memmory'; did you mean 'memory'?"),
     ],
 )

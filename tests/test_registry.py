@@ -102,6 +102,14 @@ def test_suggestions_take_the_nearest_of_several():
 # Names from outside
 
 
+def test_two_runs_may_each_have_a_module_of_the_same_name(folder):
+    for place in ("one", "two"):
+        write(folder / place / "mine_same.py", "from mine_help import which\nclass Net: place = which")
+        write(folder / place / "mine_help.py", f"which = {place!r}")
+        find_outside(Source("mine", {}, Where("mine.toml"), str(folder / place)))
+        assert MODELS["mine_same:Net"].place == place
+
+
 def test_a_module_in_the_current_folder_is_found(folder):
     write(folder / "mine_here.py", "class Net: ...")
     look_in(".")

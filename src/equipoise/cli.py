@@ -246,7 +246,8 @@ def is_a_defect(error: Exception) -> bool:
 
 def sentence(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and not isinstance(error, MissingPackage):
-        return f"the package {error.name!r} is not installed: pip install 'equipoise[lab]'."
+        package = (error.name or "").partition(".")[0]
+        return f"the package {package!r} is not installed: pip install 'equipoise[lab]'."
     return str(error)
 
 
@@ -270,12 +271,12 @@ def train(arguments: Any) -> int:
     source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
     require_recipe(source, arguments.recipe)
     check(source)
+    if arguments.report:
+        import equipoise.lab.report  # noqa: F401  (a package that it misses shows now, not after training)
     with machine_of(arguments) as machine:
         return to_the_end(
             machine,
-            lambda: train_recipe(
-                source, arguments.runs, machine, arguments.data, report=getattr(arguments, "report", False)
-            ),
+            lambda: train_recipe(source, arguments.runs, machine, arguments.data, report=arguments.report),
         )
 
 
@@ -356,6 +357,8 @@ def predict(arguments: Any) -> None:
 
     with machine_of(arguments) as machine:
         answers = predict_images(open_run(arguments.folder), arguments.images, machine, arguments.weights)
+        if not machine.leads:
+            return
     for image, answer in zip(arguments.images, answers, strict=True):
         if arguments.json:
             print(json.dumps({"image": str(image), **answer}))

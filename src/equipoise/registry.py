@@ -62,7 +62,7 @@ def outside(name: str, kind: str, shown: str) -> Any:
     module_name, _, attribute = name.partition(":")
     missing = UnknownName(
         f"{kind} {shown!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "
-        "and Python's path."
+        f"and Python's path{''.join(f' ({folder})' for folder in _looked_in)}."
     )
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise missing
@@ -79,10 +79,22 @@ def outside(name: str, kind: str, shown: str) -> Any:
     return getattr(module, attribute)
 
 
+_looked_in: list[str] = []  # folders that are on Python's path only because of look_in
+
+
 def look_in(*folders: str | Path) -> None:
-    """Let modules in these folders be imported by name: in this order, after everything that is installed."""
+    """Let modules in these folders be imported by name: in this order, after everything that is installed.
+
+    Folders of an earlier call are forgotten with their modules: two runs may each have a ``net.py`` of their own.
+    """
     wanted = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
-    sys.path[:] = [place for place in sys.path if place not in wanted] + wanted
+    gone = {folder for folder in _looked_in if folder not in wanted}
+    for name, module in list(sys.modules.items()):
+        top = getattr(sys.modules.get(name.partition(".")[0], module), "__file__", None)
+        if top and str(Path(top).parent.parent if Path(top).name == "__init__.py" else Path(top).parent) in gone:
+            del sys.modules[name]
+    _looked_in[:] = [folder for folder in wanted if folder in _looked_in or folder not in sys.path]
+    sys.path[:] = [place for place in sys.path if place not in wanted and place not in gone] + wanted
     importlib.invalidate_caches()  # a module may have been written a moment ago
 
 

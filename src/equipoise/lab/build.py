@@ -16,7 +16,7 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.lab.data import DATA_SETS, FACTS
 from equipoise.lab.recipes import Named, Recipe, RecipeError, Source, Where
 from equipoise.models import MODELS
-from equipoise.registry import Registry, UnknownName, UnknownOption, call, check_options, look_in
+from equipoise.registry import Registry, UnknownName, UnknownOption, call, check_options, look_in, parameters
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance
 
@@ -27,9 +27,11 @@ SOLVERS = Registry(
         "anderson": "equipoise.solvers:Anderson",
         "broyden": "equipoise.solvers:Broyden",
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
-        "gmres": "equipoise.solvers:GMRES",
-        "bicgstab": "equipoise.solvers:BiCGStab",
     },
+)
+BACKWARD_SOLVERS = Registry(  # the backward problem is linear
+    "solver",
+    {**SOLVERS.entries, "gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"},
 )
 GRADIENTS = Registry(
     "gradient",
@@ -126,7 +128,7 @@ def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
     for key, value in named.options.items():
         if isinstance(value, dict) and "name" in value:
             inner = Named(value["name"], {k: v for k, v in value.items() if k != "name"})
-            options[key] = make(SOLVERS, inner, {}, where, section, key)
+            options[key] = make(BACKWARD_SOLVERS, inner, {}, where, section, key)
         elif isinstance(value, dict):
             with located(where, section, key):
                 options[key] = call(Tolerance, value, {}, f"{section}.{key}")
@@ -141,6 +143,8 @@ def build_task(recipe: Recipe, facts: dict[str, Any], where: Where) -> Task:
             ("task", "name"),
             f"task {recipe.task.name!r} is a {type(task).__name__}; it must be an equipoise.tasks.Task.",
         )
+    if not hasattr(task, "best_metric"):
+        raise where.error(("task", "name"), f"task {recipe.task.name!r} does not say its best_metric.")
     return task
 
 
@@ -160,7 +164,10 @@ def check(source: Source) -> Recipe:
     recipe: Recipe = source.read(Recipe)
     limits(recipe, source.where)
     with located(source.where, "data"):
-        check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, f"data set {recipe.data.name!r}")
+        owner = f"data set {recipe.data.name!r}"
+        check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, owner)
+        if missing := parameters(DATA_SETS[recipe.data.name])[1] - recipe.data.options.keys() - {"places"}:
+            raise ValueError(f"{owner} needs {', '.join(sorted(missing))}.")
     for number in range(len(recipe.phases)):
         phase, where = source.phase(number), source.where_in(number)
         equilibrium_settings(phase, where)

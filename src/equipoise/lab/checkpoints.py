@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,8 +31,6 @@ class CheckpointError(ValueError):
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Write a checkpoint; an earlier one of that name stays until this one is complete."""
-    from safetensors.torch import save_file
-
     # Each tensor gets storage of its own: tied weights share theirs, which the format does not allow.
     apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with whole(path) as part:
@@ -39,8 +39,6 @@ def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and facts of a checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

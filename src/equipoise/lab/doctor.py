@@ -19,6 +19,7 @@ NEEDED = {
     "PIL": "image files",
     "sklearn": "digits",
     "scipy": "SVHN",
+    "jinja2": "reports",
 }
 OPTIONAL = {"tensorboard": "curves in TensorBoard", "foolbox": "independent attacks", "onnx": "export"}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium, fixed_point
-from equipoise.lab.data.base import Split, Subset
+from equipoise.lab.data.base import Split, spread
 from equipoise.lab.evaluate import prepared, quiet_failures
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
@@ -283,11 +283,6 @@ def draw_trace(
     label = f"{name}: {share:.0%} converged, median {steps:.0f} steps"
     axis.fill_between(evaluations, low, high, color=color, alpha=0.2, linewidth=0)
     axis.plot(evaluations, middle, style, color=color, linewidth=width, label=label)
-
-
-def spread(split: Split, samples: int) -> Split:
-    """So many samples from all over a split: its first ones may all be of one class."""
-    return Subset(split, torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long())
 
 
 # Parts of figures

@@ -63,7 +63,13 @@ def recipe_text(name: str) -> str:
 
 def run_rows(parent: Path) -> list[tuple[str, ...]]:
     """One row per run: what it trains and how far it is."""
-    return [run_row(run) for run in list_runs(parent)]
+    rows = []
+    for run in list_runs(parent):
+        try:
+            rows.append(run_row(run))
+        except (ValueError, KeyError, TypeError) as error:  # one damaged run does not hide the others
+            rows.append((str(run.folder), "-", f"damaged: {error}", "-", "-", "-", "-"))
+    return rows
 
 
 def run_row(run: Run) -> tuple[str, ...]:

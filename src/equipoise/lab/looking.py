@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from equipoise.lab import checkpoints
 from equipoise.lab.build import build_task, find_outside
 from equipoise.lab.data import DataSet
-from equipoise.lab.data.base import Subset
+from equipoise.lab.data.base import spread
+from equipoise.lab.data.decoding import fitted, opened, pixels
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, quiet_failures
 from equipoise.lab.loading import data_facts, load, weights_file
 from equipoise.lab.machine import Machine
@@ -80,7 +81,7 @@ def evaluate_run(
     if limit is not None:
         if limit < 1:
             raise ValueError(f"--limit is {limit}; it must be at least 1.")
-        samples = Subset(samples, torch.arange(min(limit, len(samples))))
+        samples = spread(samples, limit)
     size = trained.recipe.training.evaluation_batch_size
     return evaluate(trained.model, trained.task, samples, trained.setting, machine, size, trained.recipe.seed)
 
@@ -95,22 +96,15 @@ def predict_images(run: Run, images: Sequence[Path], machine: Machine, weights: 
 
 
 def read_image(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """An image file as uint8 of the given shape: the largest centred part with its proportions, resized."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
+    """An image file as uint8 of the given shape, read as images are for training."""
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise RecipeError(
             f"the run was trained on inputs of shape {shape}; only images with 1 or 3 channels can be read from files."
         )
     channels, height, width = shape
     try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened).convert("L" if channels == 1 else "RGB")
+        return pixels(fitted(opened(path.read_bytes()), channels, height, width))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}.") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise ValueError(f"{path} is not an image that can be read: {error}.") from None
-    image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
-    return (
-        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)
-    )
+    except Exception as error:  # image libraries raise many kinds for a damaged file
+        raise ValueError(f"{path} is not an image that can be read: {error}.") from error

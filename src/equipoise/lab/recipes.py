@@ -367,6 +367,10 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
         key, value = parse_override(override)
         change(tables, key, value, f"command line, {override}", where)
     refuse_dates(tables, where)
+    if "rows" not in tables and "figure" not in tables:
+        for default in dataclasses.fields(Recipe):  # options may be given without the name of the default thing
+            if isinstance(default.default, Named) and isinstance(tables.setdefault(default.name, {}), dict):
+                tables[default.name].setdefault("name", default.default.name)
     return Source(path.stem if folder else name, tables, where, folder)
 
 

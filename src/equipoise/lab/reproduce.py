@@ -16,6 +16,7 @@ from equipoise.lab.recipes import (
     Source,
     Table,
     change,
+    entries,
     kind_of,
     open_recipe,
     parse_override,
@@ -59,8 +60,8 @@ def reproduce_table(
 def row_source(row: Row, budget: str | None, changes: Sequence[str], table: Source) -> Source:
     """A row's recipe with the row's changes, then the command line's."""
     source = open_recipe(row.recipe, budget)
-    for key, value in row.changes.items():
-        change(source.tables, key, value, f"{table.name}, row {row.label!r}", source.where)
+    for path, value in entries(row.changes):
+        change(source.tables, ".".join(path), value, f"{table.name}, row {row.label!r}", source.where)
 
     for text in changes:
         key, value = parse_override(text)
@@ -126,10 +127,15 @@ def draw_figure(
         raise RecipeError(
             f"{name} is drawn from {len(spec.recipes)} runs ({', '.join(spec.recipes)}); {len(given)} are given."
         )
+    if given and (changes or budget):
+        raise RecipeError(f"{name} is drawn from trained runs (--run): a budget or changes have no effect on them.")
+    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
+        raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
     runs = [open_run(folder) for folder in given]
     for recipe in [] if given else spec.recipes:
         prepared = open_recipe(recipe, budget, list(changes))
-        check(prepared)
+        if check(prepared).seeds != 1:
+            raise RecipeError(f"{name} is drawn from one run of each recipe: leave out seeds.")
         runs.append(open_run(train_recipe(prepared, parent, machine, folders)))
     path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
     if machine.leads:

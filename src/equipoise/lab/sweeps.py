@@ -44,7 +44,7 @@ def train_recipe(
     try:
         resume_folder(folder, machine, folders, report, source)
     except Exception:
-        if machine.leads and not any(folder.rglob("log.jsonl")):  # a mistake showed before anything was trained
+        if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):  # nothing was trained
             shutil.rmtree(folder)
         raise
     return folder
@@ -80,7 +80,7 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
             run = Run(folder / f"seed-{seed}")
             if machine.leads and not (run.folder / "run.json").exists():
                 tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
-                create(run.folder, Source(source.name, tables, source.where, source.folder), **saved["machine"])
+                create(run.folder, Source(source.name, tables, source.where, source.folder), **saved.get("machine", {}))
             machine.wait()
             if machine.leads:
                 print(f"seed {seed}")
@@ -139,14 +139,14 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
         "device": str(machine.device),
         "processes": machine.world,
         "threads": torch.get_num_threads(),
-        "data": [str(folder.resolve()) for folder in folders],
+        "data": [str(folder.resolve()) for folder in (*folders, Path())],
     }
 
 
 def threads_of(folder: Path) -> int | None:
     """The threads a run or sweep was begun with."""
     files = [folder / name for name in ("run.json", "sweep.json") if (folder / name).is_file()]
-    return read_json(files[0])["machine"]["threads"] if files else None
+    return read_json(files[0]).get("machine", {}).get("threads") if files else None
 
 
 def tell_result(run: Run, result: dict[str, Any]) -> None:

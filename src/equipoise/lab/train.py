@@ -22,7 +22,7 @@ from equipoise.gradients import UnrolledGradient
 from equipoise.lab import checkpoints
 from equipoise.lab.build import build_model, build_optimizer, build_schedule, build_task, check
 from equipoise.lab.data import Batch, DataSet, load
-from equipoise.lab.data.base import Subset
+from equipoise.lab.data.base import spread
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_count, quiet_failures
 from equipoise.lab.files import write_json
 from equipoise.lab.loader import batches, own_part, seed_everything, training_rows
@@ -133,7 +133,7 @@ def load_data(recipe: Recipe, folders: Sequence[Path]) -> DataSet:
         return data
 
     def some(split: Any) -> Any:
-        return None if split is None else Subset(split, torch.arange(min(len(split), recipe.data.limit or 0)))
+        return None if split is None else spread(split, recipe.data.limit or 0)
 
     return replace(data, train=some(data.train), val=some(data.val), test=some(data.test))
 
@@ -299,13 +299,12 @@ class Trainer:
 
         # One exchange between processes: all must decide the same.
         unsolved, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0)
-        broken = not torch.isfinite(loss) or not torch.isfinite(length)
+        # The scaler of float16 looks for gradients that are not finite, and skips them itself: they are normal.
+        broken = not torch.isfinite(loss) or not (torch.isfinite(length) or learner.scaler.is_enabled())
         if unsolved:  # where a solve gives up, the loss is a number though running statistics may not be
             broken = broken or not all(buffer.isfinite().all() for buffer in learner.model.buffers())
         mine = [loss.item() * len(batch[0]), unsolved, solved, broken, self.stop.signal is not None]
         summed, unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-        if learner.scaler.is_enabled():
-            broken = 0  # it looks for such steps and skips them itself: while it finds its scale they are normal
         failed = bool(broken) or (solved > 0 and unsolved > recipe.failures.share * solved)
         if broken or (failed and recipe.failures.policy == "skip"):
             for buffer, before in zip(learner.model.buffers(), buffers, strict=True):
@@ -352,14 +351,19 @@ class Trainer:
     def keep_best(self, record: dict[str, Any], epoch: int) -> None:
         """Keep the weights if their validation metric is the best so far."""
         task = self.learner.task
-        value = record.get("val", {}).get(task.best_metric)
-        if value is None or not math.isfinite(value):
+        if "val" not in record:
             return
-        best = self.progress.best
-        if best is not None and best["metric"] != task.best_metric:
+        if task.best_metric not in record["val"]:
+            metrics = ", ".join(name for name in record["val"] if name != "solver")
+            raise ValueError(
+                f"best_metric of the task {type(task).__name__} is {task.best_metric!r}; it has {metrics}."
+            )
+        value, best, phase = record["val"][task.best_metric], self.progress.best, self.progress.position.phase
+        if not math.isfinite(value):
+            return
+        if best is not None and self.source.phase(best["phase"]).task != self.source.phase(phase).task:
             best = None  # of another task, in an earlier phase: they cannot be compared
         if best is None or (value > best["value"] if task.best_is_largest else value < best["value"]):
-            phase = self.progress.position.phase
             self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch, "phase": phase}
             if self.machine.leads:
                 facts = {**self.model_facts(), "best": self.progress.best}

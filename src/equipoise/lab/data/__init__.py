@@ -72,5 +72,5 @@ def load(name: str, *, folders: Sequence[str | Path] = (), validation: float = 0
             name=error.name,
         ) from error
     if not isinstance(data, DataSet):
-        raise TypeError(f"data set {name!r} gave a {type(data).__name__}; it must give an equipoise.lab.data.DataSet.")
+        raise ValueError(f"data set {name!r} gave a {type(data).__name__}; it must give an equipoise.lab.data.DataSet.")
     return data.with_validation(validation)

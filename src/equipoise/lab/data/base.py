@@ -92,6 +92,11 @@ class Subset(Split):
         return self.split.read(self.rows[rows])
 
 
+def spread(split: Split, samples: int) -> Split:
+    """So many samples from all over a split: its first ones may all be of one class."""
+    return Subset(split, torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long())
+
+
 @dataclass(frozen=True)
 class DataSet:
     """A data set: what to train on, what to choose by, what to report on.

@@ -39,7 +39,7 @@ class Decoder:
     def __call__(self, sample: tuple[Any, ...]) -> Batch:
         file, *targets = sample
         with self.places.reading(f"{self.tree.path}/{file}"):
-            image = pixels(square(opened(self.tree.read(file)), MODES[self.channels], self.size))
+            image = pixels(fitted(opened(self.tree.read(file)), self.channels, self.size, self.size))
         return image, *map(torch.tensor, targets)
 
 
@@ -50,15 +50,20 @@ def opened(data: bytes) -> Image:
     return Image.open(io.BytesIO(data))
 
 
-def square(image: Image, mode: str, size: int) -> Image:
-    """The square in the middle, resized."""
-    from PIL import Image
+def fitted(image: Image, channels: int, height: int, width: int) -> Image:
+    """The largest part in the middle that has these proportions, resized; in grey (1 channel) or colour (3)."""
+    from PIL import Image, ImageOps
 
-    image.draft(mode, (size, size))  # a JPEG much larger than asked for is decoded at a fraction of its size
+    mode = MODES[channels]
+    image.draft(mode, (width, height))  # a JPEG much larger than asked for is decoded at a fraction of its size
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits: converted as it is, everything above 255 would be white
+        image = image.convert("I").point(lambda value: value * (1 / 257))
     image = image.convert(mode)
-    side = min(image.size)
-    left, top = ((length - side) // 2 for length in image.size)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+    scale = min(image.width / width, image.height / height)
+    sides = round(scale * width), round(scale * height)
+    left, top = ((length - side) // 2 for length, side in zip(image.size, sides, strict=True))
+    return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, left + sides[0], top + sides[1]))
 
 
 def pixels(image: Image) -> Tensor:
@@ -86,7 +91,9 @@ def statistics(split: Split, at_most: int = 256) -> tuple[tuple[float, ...], tup
     """Mean and standard deviation per channel of evenly spaced samples, images scaled to [0, 1]."""
     rows = torch.arange(0, len(split), math.ceil(len(split) / at_most))
     channels = split.read(rows)[0].double().div(255).transpose(0, 1).flatten(1)
-    return tuple(channels.mean(1).tolist()), tuple(channels.std(1).tolist())
+    return tuple(channels.mean(1).tolist()), tuple(
+        channels.std(1).clamp(min=1 / 255).tolist()
+    )  # a channel may be constant
 
 
 def check_number(name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit
+from equipoise.lab.data.base import DataSet, FileSplit, Split
 from equipoise.lab.data.catalogue import differs
 from equipoise.lab.data.decoding import MODES, Decoder, check_number, in_memory, shape_of, statistics
 from equipoise.lab.data.places import Places
@@ -30,7 +30,7 @@ Labelled = list[tuple[str, str]]  # file, name of its class
 
 
 def omniglot(places: Places, size: int = 28) -> DataSet:
-    """Handwritten characters of fifty alphabets; the ink is white, as in MNIST.
+    """Handwritten characters of fifty alphabets; the ink is black, as in the files.
 
     A class is a character, twenty drawings each. Those to train on (the background set) and those to test on (the
     evaluation set) are different characters; test classes are numbered on from the training ones.
@@ -47,8 +47,7 @@ def omniglot(places: Places, size: int = 28) -> DataSet:
     splits = []
     for tree, part in zip(trees, drawings, strict=True):
         samples = [(file, number[name]) for file, name in part]
-        black_ink, labels = in_memory(FileSplit(samples, Decoder(places, tree, 1, size))).tensors
-        splits.append(TensorSplit(255 - black_ink, labels))
+        splits.append(in_memory(FileSplit(samples, Decoder(places, tree, 1, size))))
     train, test = splits
     return DataSet(
         places.name,
@@ -56,7 +55,7 @@ def omniglot(places: Places, size: int = 28) -> DataSet:
         test,
         shape_of(train),
         class_names=tuple(class_names),
-        mean=(0.0779,),  # measured, at 28 x 28
+        mean=(0.9221,),  # measured, at 28 x 28
         std=(0.2155,),
         note=differs(places.name, len(train), len(test)),
     )
@@ -115,7 +114,7 @@ def image_folder(places: Places, folder: str, size: int = 64, channels: int = 3,
     Without ``train/``, every tenth image is held out as test. With ``val/`` but no ``test/``, ``val/`` is the test.
 
     Args:
-        places: where it is, if it is not found from the current folder.
+        places: where it is; else it is looked for from the current folder.
         folder: its path or name.
         size: of the images: the shorter side is resized to it, then the middle is cut out.
         channels: 3 for colour, 1 for grey.
@@ -123,9 +122,13 @@ def image_folder(places: Places, folder: str, size: int = 64, channels: int = 3,
     """
     if channels not in MODES:
         raise ValueError(f"data.channels is {channels!r}; it must be 1 (grey) or 3 (colour).")
-    here = Path(folder).expanduser()
-    tree = places.open(here) if here.exists() else places.tree(folder)
+    if not isinstance(folder, str):
+        raise ValueError(f"data.folder is {folder!r}; it must be a text: the path of a folder.")
+    path = places.find_tree(folder) or Path(folder).expanduser()  # a run looks in the folder it was begun in first
+    tree = places.open(path) if path.exists() else places.tree(folder)
     found = by_part(images(places, tree))
+    if found.keys() == {""} and {name for _, name in found[""]} <= {"train", "val", "test"}:
+        raise places.damaged(tree.path, "the images in train/ and test/ are not in folders by class, train/CLASS/")
     if "train" in found:
         test, val = (found["test"], found.get("val", [])) if "test" in found else (found.get("val", []), [])
         parts = {"train": found["train"], "test": test, "val": val}
