@@ -19,6 +19,7 @@ from lab_helpers import (
     resume_command,
     run,
     run_two,
+    same_weights,
     start_two,
     train,
     until,
@@ -160,7 +161,7 @@ def test_phases_of_two_processes(tmp_path):
     stopped = run_two(tmp_path, "train", "patterns.toml", TEST_SIGNALS=f"loss {STEPS} SIGTERM", expect=143)
     run_two(tmp_path, *shlex.split(resume_command(stopped)))
     first, second = (Run(tmp_path / "runs" / name) for name in ("patterns-001", "patterns-002"))
-    assert checkpoints.same_weights(first.last, second.last)
+    assert same_weights(first.last, second.last)
 
 
 def test_a_sweep_of_two_processes(tmp_path):

@@ -26,10 +26,12 @@ from equipoise.lab.files import write_json
 from equipoise.lab.looking import open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Recipe, Where, change, open_recipe, parse_override, read, recipe_names
-from equipoise.lab.report import duration, labels, picture, shown, toml, write_report
+from equipoise.lab.report import labels, picture, write_report
 from equipoise.lab.runs import Run, create, open_run
 from equipoise.lab.sweeps import train_recipe
+from equipoise.lab.toml import toml
 from equipoise.lab.train import load_data
+from equipoise.lab.wording import duration, shown
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
     pytest.importorskip(package)

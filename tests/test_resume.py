@@ -31,6 +31,7 @@ from lab_helpers import (
     resume,
     resume_command,
     run,
+    same_weights,
     start,
     timeless,
     train,
@@ -199,7 +200,7 @@ def test_a_sweep_is_resumed_as_a_whole(tmp_path):
         assert_same(Run(uninterrupted / seed), Run(stopped / seed))
     assert timeless(Run(uninterrupted).result) == timeless(Run(stopped).result)
     seeds = [Run(stopped / seed).last for seed in ("seed-0", "seed-1")]
-    assert not checkpoints.same_weights(*seeds)
+    assert not same_weights(*seeds)
 
 
 def test_a_sweep_does_not_go_on_after_a_request_at_the_end_of_a_run(tmp_path):

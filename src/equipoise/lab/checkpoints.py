@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -122,12 +121,3 @@ def is_plain(value: Any) -> bool:
 
 def unpack_schedule(schedule: Any, saved: dict[str, Any]) -> None:
     vars(schedule).update(saved)
-
-
-def same_weights(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same model, bit for bit."""
-    a, b = (
-        {name: tensor for name, tensor in read(path)[0].items() if name.startswith("model/")}
-        for path in (first, second)
-    )
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -15,6 +15,7 @@ from equipoise.lab.data.sources import SOURCES, how_to_get
 from equipoise.lab.evaluate import parameter_count
 from equipoise.lab.recipes import Recipe, RecipeError, Source, kind_of, open_recipe, recipe_names, recipes_folder
 from equipoise.lab.runs import Run, list_runs
+from equipoise.lab.wording import duration
 from equipoise.registry import unknown
 
 # Shapes and numbers of classes of known sets, so that parameters can be counted without loading data.
@@ -91,12 +92,6 @@ def headline(metrics: dict[str, Any]) -> str:
 
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
 def data_rows(folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], dict[str, str]]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import os
-import re
-import shlex
 import statistics
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -23,14 +19,14 @@ import torch
 import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab import figures
-from equipoise.lab.data import DataSet
-from equipoise.lab.evaluate import Evaluation, evaluate, parameter_count, prepared, quiet_failures
+from equipoise.lab.evaluate import prepared, quiet_failures
 from equipoise.lab.files import write_text
-from equipoise.lab.looking import Trained, open_trained
+from equipoise.lab.look import Look, Notice, look
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Recipe
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
+from equipoise.lab.toml import toml
+from equipoise.lab.wording import duration, percent, shown
 from equipoise.solution import Result
 
 if TYPE_CHECKING:
@@ -40,14 +36,6 @@ WORTH_TELLING = 0.01  # of the solves of the test split failed: the page says wh
 
 
 # What a page is made of
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A sentence that must not be missed, and the command that helps."""
-
-    text: str
-    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,81 +80,6 @@ class Part:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Look:
-    """All there is to say about a run; without a checkpoint or its data, less."""
-
-    run: Run
-    label: str
-    facts: dict[str, Any]
-    recipe: Recipe
-    records: list[dict[str, Any]]
-    result: dict[str, Any] | None
-    status: str
-    trained: Trained | None = None
-    data: DataSet | None = None
-    evaluation: Evaluation | None = None
-    missing: list[Notice] = field(default_factory=list)
-
-    @property
-    def epochs(self) -> list[dict[str, Any]]:
-        return [record for record in self.records if record["kind"] == "epoch"]
-
-    @property
-    def test(self) -> dict[str, Any]:
-        """Metrics of the test split, as training ended or, before that, as measured now."""
-        if self.result is not None:
-            return self.result["test"]
-        return self.evaluation.record() if self.evaluation is not None else {}
-
-    @property
-    def test_metrics(self) -> dict[str, float | None]:
-        return {name: value for name, value in self.test.items() if name != "solver"}
-
-    @property
-    def weights(self) -> str:
-        """Which weights the metrics of the test split are of: "best" or "last"."""
-        if self.result is not None:
-            return self.result["weights"]
-        return self.trained.file.stem if self.trained is not None else ""
-
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """The best validation metric so far."""
-        if self.result is not None or self.trained is None:
-            return (self.result or {}).get("best")
-        task = self.trained.task
-        found = [
-            {"metric": task.best_metric, "value": value, "epoch": record["epoch"]}
-            for record in self.epochs
-            if (value := record.get("val", {}).get(task.best_metric)) is not None
-        ]
-        choose = max if task.best_is_largest else min
-        return choose(found, key=lambda entry: entry["value"]) if found else None
-
-    @property
-    def parameters(self) -> int | None:
-        if self.result is not None:
-            return self.result["parameters"]
-        return parameter_count(self.trained.model) if self.trained is not None else None
-
-    @property
-    def steps(self) -> int | None:
-        """Of training, as far as the log goes."""
-        return self.records[-1]["step"] if self.records else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of training, as far as the log goes."""
-        if self.result is not None:
-            return self.result["seconds"]
-        return self.epochs[-1]["seconds"] if self.epochs else None
-
-    @property
-    def command_name(self) -> str:
-        return shlex.quote(str(self.run.folder))
-
-
 def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] = (), out: Path | None = None) -> Path:
     """Write the page of one run, or of several side by side, and its table as Markdown beside it.
 
@@ -204,61 +117,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
     folders = [run.folder.resolve() for run in runs]
     parent = os.path.commonpath([folder.parent for folder in folders])
     return [folder.relative_to(parent).as_posix() for folder in folders]
-
-
-# Looking at a run
-
-
-def look(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> Look:
-    """Measure a run as far as it can be."""
-    known = Look(run, label, run.facts, run.recipe, run.records(), run.result, run.status)
-    missing = [] if known.result is not None else [unfinished(known)]
-    if not (run.best.exists() or run.last.exists()):
-        return dataclasses.replace(known, missing=missing)
-    try:
-        trained = open_trained(run, machine)
-    except (ValueError, LookupError, OSError, ImportError) as error:
-        text = f"The model could not be opened, so that nothing was measured: {error}"
-        return dataclasses.replace(known, missing=[*missing, Notice(text)])
-    try:
-        data = load_data(trained.recipe, run.data_folders(folders))
-    except (ValueError, LookupError, OSError, ImportError) as error:
-        text = f"The test split could not be measured, so that its pictures are missing: {error} Then, again:"
-        again = Notice(text, f"equipoise report {known.command_name}")
-        return dataclasses.replace(known, trained=trained, missing=[*missing, again])
-    if data.note:
-        missing.append(Notice(f"About the data: {data.note}"))
-    evaluation = measure(trained, data, machine, label)
-    return dataclasses.replace(known, trained=trained, data=data, evaluation=evaluation, missing=missing)
-
-
-def unfinished(known: Look) -> Notice:
-    """How far the run is, and how to go on."""
-    total = sum(phase.epochs for phase in known.recipe.phases)
-    done = f"{len(known.epochs)} of {total} epochs are done"
-    if known.status == "running":
-        return Notice(
-            f"Training is under way: {done}. To write this page again later:", f"equipoise report {known.command_name}"
-        )
-    if known.status == "interrupted":
-        text = f"Training has not ended: {done}, and the numbers are those so far. To continue:"
-    else:
-        text = "Training has not ended and there is no checkpoint yet, so that there is nothing to measure. To train:"
-    return Notice(text, f"equipoise resume {known.command_name}")
-
-
-def measure(trained: Trained, data: DataSet, machine: Machine, label: str) -> Evaluation:
-    """The test split, measured; a terminal sees how far it is."""
-    from tqdm import tqdm
-
-    training, shown = trained.recipe.training, sys.stderr.isatty()
-    with tqdm(total=len(data.test), desc=f"measuring {label}", unit="sample", disable=not shown, leave=False) as bar:
-
-        def each(done: int) -> None:
-            bar.update(done - bar.n)
-
-        size, seed = training.evaluation_batch_size, trained.recipe.seed
-        return evaluate(trained.model, trained.task, data.test, trained.setting, machine, size, seed, each)
 
 
 # The page
@@ -499,73 +357,5 @@ def cell(text: str) -> str:
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", r"\|").split())
 
 
-# Words for numbers
-
-
-def shown(name: str, value: Any) -> str:
-    """A number as people write it; the name says what it is."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if "accuracy" in name or name == "converged":
-        return percent(value)
-    if name == "time":
-        return duration(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def percent(share: float) -> str:
-    return "100%" if share == 1 else f"{share:.2%}"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
 def unique(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
-
-
-# The recipe as a file
-
-
-def toml(recipe: Recipe) -> str:
-    """A recipe as the file that would give it, defaults included and budgets left out: they have been applied."""
-    tables = {name: value for name, value in plain(recipe).items() if name != "budget"}
-    phases = tables.pop("phases")
-    sections = [(f"[{name}]", value) for name, value in tables.items() if isinstance(value, dict)]
-    lines = [f"{key(name)} = {literal(value)}" for name, value in tables.items() if not isinstance(value, dict)]
-    for heading, section in [*sections, *(("[[phases]]", phase) for phase in phases)]:
-        lines += ["", heading, *(f"{key(name)} = {literal(value)}" for name, value in section.items())]
-    return "\n".join(lines) + "\n"
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses as tables, options among their other keys; what is not set is left out."""
-    if isinstance(value, tuple):
-        return [plain(entry) for entry in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    options = fields.pop("options", {})
-    return {**{name: entry for name, entry in fields.items() if entry is not None and entry != ""}, **options}
-
-
-def key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
-
-
-def literal(value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key(name)} = {literal(entry)}" for name, entry in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, which wants one more
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)

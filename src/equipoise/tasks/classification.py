@@ -134,10 +134,16 @@ class Classification(Task):
             worst = sorted(worst, key=lambda entry: -entry[0])[:count]
         return image_grid(
             [
-                (image, f"{self.class_names[truth]}, taken for\n{self.class_names[guess]} ({chance:.0%})")
+                (image, caption(self.class_names[truth], self.class_names[guess], chance))
                 for _, image, truth, guess, chance in worst
             ]
         )
+
+
+def caption(truth: str, guess: str, chance: float) -> str:
+    return (
+        f"{truth}, right,\nnot sure ({chance:.0%})" if truth == guess else f"{truth}, taken for\n{guess} ({chance:.0%})"
+    )
 
 
 def confusion_figure(confusion: Tensor, names: tuple[str, ...]) -> Figure:

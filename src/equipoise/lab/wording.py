@@ -1,0 +1,30 @@
+"""Words for numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def shown(name: str, value: Any) -> str:
+    """A number as people write it; the name says what it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if "accuracy" in name or name == "converged":
+        return percent(value)
+    if name == "time":
+        return duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return "100%" if share == 1 else f"{share:.2%}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
