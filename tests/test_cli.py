@@ -264,6 +264,15 @@ def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     rows = json.loads((tmp_path / "out" / "table-001" / "table.json").read_text())["rows"]
     assert [row["seeds"] for row in rows] == [1, 2]
 
+    # One row is done, one run of the other is not: only that is trained again.
+    folder = tmp_path / "out" / "table-001"
+    shutil.rmtree(folder / "row-2" / "core-digits-001" / "seed-1")
+    untouched = (folder / "row-1" / "core-digits-001" / "checkpoints" / "last.safetensors").stat().st_mtime_ns
+    assert main(["resume", str(folder)]) == 0
+    assert json.loads((folder / "table.json").read_text())["rows"] == rows
+    assert (folder / "row-1" / "core-digits-001" / "checkpoints" / "last.safetensors").stat().st_mtime_ns == untouched
+    assert (folder / "row-2" / "core-digits-001" / "seed-1" / "result.json").exists()
+
 
 def test_a_sweep_reports_mean_and_spread(tmp_path, capsys):
     words = ["--budget", "smoke", "data.limit=64", "seeds=2", "seed=5", "--runs", str(tmp_path)]

@@ -107,7 +107,7 @@ def parser() -> Parser:
     made = command(
         "resume", resume, "Continue a run that was stopped, bit for bit.", "equipoise resume runs/core-mnist-001"
     )
-    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of a sweep over seeds")
+    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, of a sweep over seeds, or of a table")
     machine_arguments(made)
 
     made = command(
@@ -305,11 +305,13 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
 
 
 def resume(arguments: Any) -> int:
+    from equipoise.lab.reproduce import continue_table
     from equipoise.lab.sweeps import resume_folder, threads_of
 
     arguments.threads = arguments.threads or threads_of(arguments.folder)
+    go_on = continue_table if (arguments.folder / "reproduce.json").exists() else resume_folder
     with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: resume_folder(arguments.folder, machine, arguments.data))
+        return to_the_end(machine, lambda: go_on(arguments.folder, machine, arguments.data))
 
 
 # Looking

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.lab.build import check, find_outside
-from equipoise.lab.files import whole, write_json, write_text
+from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import (
     FigureSpec,
@@ -22,7 +22,7 @@ from equipoise.lab.recipes import (
     parse_override,
 )
 from equipoise.lab.runs import Run, new_folder, open_run
-from equipoise.lab.sweeps import summarize, train_recipe
+from equipoise.lab.sweeps import Stopped, resume_folder, summarize, train_recipe
 from equipoise.registry import Registry, call
 
 FIGURES = Registry("figure", {"convergence": "equipoise.lab.figures:convergence"})
@@ -31,22 +31,36 @@ FIGURES = Registry("figure", {"convergence": "equipoise.lab.figures:convergence"
 def reproduce_table(
     name: str, budget: str | None, changes: Sequence[str], parent: Path, machine: Machine, folders: Sequence[Path]
 ) -> Path:
-    """Train every row of a table and write paper beside measured; returns the Markdown file."""
+    """Train every row of a table, in a new folder, and write paper beside measured; returns the Markdown file."""
     source = open_recipe(name)
-    if kind_of(source) is not Table:
-        raise RecipeError(
-            f"{name} is not a table: equipoise {'figure' if 'figure' in source.tables else 'train'} {name}."
-        )
-    table: Table = source.read(Table)
-    prepared = [row_source(row, budget, changes, source) for row in table.rows]
-    for row in prepared:
-        check(row)  # every row's mistakes show before the first one trains
+    rows(source, budget, changes)  # every row's mistakes show before the first one trains
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
+    if machine.leads:
+        asked = str(Path(name).resolve()) if source.folder else name
+        data = [str(path.resolve()) for path in folders]
+        write_json(folder / "reproduce.json", {"name": asked, "budget": budget, "changes": list(changes), "data": data})
+    machine.wait()
+    return continue_table(folder, machine)
+
+
+def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
+    """Take a table from wherever it stands to its end: rows that are done are not trained again."""
+    asked = read_json(folder / "reproduce.json")
+    budget, where = asked["budget"], [*folders, *map(Path, asked["data"])]
+    source = open_recipe(asked["name"])
+    table: Table = source.read(Table)
     lines: list[dict[str, Any]] = []
-    for row, recipe in zip(table.rows, prepared, strict=True):
+    for number, (row, recipe) in enumerate(rows(source, budget, asked["changes"]), 1):
         if machine.leads:
             print(f"== {row.label} ({row.recipe})", flush=True)
-        trained = train_recipe(recipe, folder, machine, folders)
+        home = folder / f"row-{number}"
+        begun = machine.share(sorted(home.glob("*-*"))[:1])
+        try:
+            if begun:
+                resume_folder(begun[0], machine, where)
+            trained = begun[0] if begun else train_recipe(recipe, home, machine, where)
+        except Stopped as stopped:
+            raise Stopped(folder, stopped.step, stopped.number) from None
         if machine.leads:
             lines.append(measured(row, trained))
             write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
@@ -57,16 +71,23 @@ def reproduce_table(
     return folder / "table.md"
 
 
-def row_source(row: Row, budget: str | None, changes: Sequence[str], table: Source) -> Source:
-    """A row's recipe with the row's changes, then the command line's."""
-    source = open_recipe(row.recipe, budget)
-    for path, value in entries(row.changes):
-        change(source.tables, ".".join(path), value, f"{table.name}, row {row.label!r}", source.where)
-
-    for text in changes:
-        key, value = parse_override(text)
-        change(source.tables, key, value, f"command line, {text}", source.where)
-    return source
+def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
+    """The rows of a table, each with its recipe, checked: the row's changes first, then the command line's."""
+    if kind_of(source) is not Table:
+        verb = "figure" if "figure" in source.tables else "train"
+        raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
+    found = []
+    for row in source.read(Table).rows:
+        beside = source.folder and row.recipe.endswith(".toml")
+        recipe = open_recipe(str(Path(source.folder) / row.recipe) if beside else row.recipe, budget)
+        for path, value in entries(row.changes):
+            change(recipe.tables, ".".join(path), value, f"{source.name}, row {row.label!r}", recipe.where)
+        for text in changes:
+            key, value = parse_override(text)
+            change(recipe.tables, key, value, f"command line, {text}", recipe.where)
+        check(recipe)
+        found.append((row, recipe))
+    return found
 
 
 def measured(row: Row, folder: Path) -> dict[str, Any]:
@@ -86,7 +107,7 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
         "spread": found["spread"] if len(runs) > 1 else None,
         "seeds": len(runs),
         "parameters": (runs[0].result or {}).get("parameters"),
-        "folder": str(folder),
+        "folder": f"{folder.parent.name}/{folder.name}",
     }
 
 
