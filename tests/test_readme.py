@@ -1,5 +1,6 @@
 """What the README and the package's papers say is true: the code runs, names exist, links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
@@ -55,3 +56,18 @@ def test_make_targets_exist(target):
 def test_one_version():
     assert f"version: {eq.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^## \[{re.escape(eq.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.result.json")), ids=lambda path: path.name)
+def test_the_table_of_results_says_what_the_runs_say(path):
+    name = path.relative_to(ROOT / "results").as_posix().removesuffix(".result.json")
+    result = json.loads(path.read_text())
+    (row,) = re.findall(rf"^\| `equipoise train {name} .*$", (ROOT / "results" / "README.md").read_text(), re.M)
+    solves = result["test"]["solver"]["forward"]
+    for said in (
+        f"| {result['parameters']:,} |",
+        f"| {result['test']['accuracy']:.2%} |",
+        f"| {1 - solves['failed']:.0%}, median {solves['steps']['median']} steps |",
+        f"| {result['seconds'] / 60:.0f} min |",
+    ):
+        assert said in row

@@ -16,6 +16,7 @@ from torch import nn
 
 from equipoise.lab.build import build_model, build_task, check
 from equipoise.lab.data import DATA_SETS
+from equipoise.lab.listing import KNOWN_FACTS
 from equipoise.lab.recipes import (
     Data,
     Failures,
@@ -1015,12 +1016,7 @@ def test_dates_are_refused_for_a_run_could_not_keep_them(write, value):
 # What the package brings
 
 FACTS = {
-    "digits": ((1, 8, 8), 10),
-    "mnist": ((1, 28, 28), 10),
-    "fashion-mnist": ((1, 28, 28), 10),
-    "cifar10": ((3, 32, 32), 10),
-    "cifar100": ((3, 32, 32), 100),
-    "svhn": ((3, 32, 32), 10),
+    **KNOWN_FACTS,
     "omniglot": ((1, 105, 105), 964),
     "celeba": ((3, 64, 64), 0),
     "imagenette": ((3, 160, 160), 10),

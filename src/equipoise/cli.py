@@ -121,7 +121,7 @@ def parser() -> Parser:
     made.add_argument("--task", help="measure under another task than the run's own")
     made.add_argument("--split", choices=("train", "val", "test"), default="test")
     made.add_argument("--weights", choices=("best", "last"), default="best")
-    made.add_argument("--limit", type=int, help="only the first so many samples")
+    made.add_argument("--limit", type=int, help="only so many samples, from all over the split")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file, too")
     machine_arguments(made)
 

@@ -31,6 +31,11 @@ def load(path: str | Path, weights: str = "best", device: str | torch.device = "
     """
     path = Path(path)
     file = path if path.suffix == ".safetensors" else weights_file(open_run(path), weights)
+    return open_checkpoint(file)[0].to(device).eval()
+
+
+def open_checkpoint(file: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint, and the facts that are saved with it."""
     tensors, facts = checkpoints.read(file)
     source = Source(facts["recipe"], facts["tables"], Where(str(file)), facts["folder"])
     find_outside(source)
@@ -39,7 +44,7 @@ def load(path: str | Path, weights: str = "best", device: str | torch.device = "
     if recipe.training.precision == "float64":
         model = model.double()
     checkpoints.load_model(model, tensors, file)
-    return model.to(device).eval()
+    return model, facts
 
 
 def weights_file(run: Run, weights: str = "best") -> Path:

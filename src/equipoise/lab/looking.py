@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab import checkpoints
-from equipoise.lab.build import build_task, find_outside
+from equipoise.lab.build import build_task
 from equipoise.lab.data import DataSet
 from equipoise.lab.data.base import spread
 from equipoise.lab.data.decoding import fitted, opened, pixels
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, quiet_failures
-from equipoise.lab.loading import data_facts, load, weights_file
+from equipoise.lab.loading import data_facts, open_checkpoint, weights_file
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Named, Recipe, RecipeError, Where, parse_override
 from equipoise.lab.runs import Run
@@ -46,10 +45,8 @@ def open_trained(
         changes: options of the task as ``"key=value"``.
     """
     file = weights_file(run, weights)
-    _, saved = checkpoints.read(file)
-    source = run.source
-    find_outside(source)
-    recipe = source.phase(saved["phase"])
+    model, saved = open_checkpoint(file)
+    recipe = run.source.phase(saved["phase"])
     where = Where("command line")
     options = dict(parse_override(text) for text in changes)
     if task is not None and task != recipe.task.name:
@@ -58,7 +55,7 @@ def open_trained(
         recipe = replace(recipe, task=Named(recipe.task.name, {**recipe.task.options, **options}))
     facts = data_facts(saved["data"])
     setting = Setting(recipe.training, machine)
-    return Trained(setting.place(load(file)).eval(), build_task(recipe, facts, where), recipe, facts, setting, file)
+    return Trained(setting.place(model).eval(), build_task(recipe, facts, where), recipe, facts, setting, file)
 
 
 def evaluate_run(
