@@ -728,7 +728,6 @@ def test_checking_a_file_that_was_compressed_anew(tmp_path, monkeypatch):
         ("celeba", (3, 64, 64), 0),
         ("imagenette", (3, 160, 160), 10),
         ("camvid", None, 11),
-        ("cityscapes", None, 19),
         pytest.param("omniglot", (1, 28, 28), 1623, marks=pytest.mark.slow),  # decodes 32460 images
     ],
 )
