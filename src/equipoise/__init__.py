@@ -20,12 +20,24 @@ from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_so
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
 from equipoise.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
-from equipoise.solvers import GMRES, Anderson, BiCGStab, Broyden, NewtonKrylov, Picard, Progress, Solver
+from equipoise.solvers import (
+    GMRES,
+    Anderson,
+    BiCGStab,
+    Broyden,
+    DouglasRachford,
+    ForwardBackward,
+    NewtonKrylov,
+    PeacemanRachford,
+    Picard,
+    Progress,
+    Solver,
+)
 from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, jacobian_penalty, spectral_radius
 from equipoise.tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from equipoise import lab, models, tasks
+    from equipoise import lab, models, operators, tasks
     from equipoise.lab.loading import load
     from equipoise.models import create_model, list_models
 
@@ -38,12 +50,15 @@ __all__ = [
     "Broyden",
     "ConvergenceError",
     "ConvergenceWarning",
+    "DouglasRachford",
     "Equilibrium",
     "FixedSteps",
+    "ForwardBackward",
     "GradientRule",
     "ImplicitGradient",
     "ImpureFunctionWarning",
     "NewtonKrylov",
+    "PeacemanRachford",
     "PhantomGradient",
     "Picard",
     "Progress",
@@ -66,6 +81,7 @@ __all__ = [
     "list_models",
     "load",
     "models",
+    "operators",
     "spectral_radius",
     "tasks",
     "watch_solves",
@@ -76,7 +92,7 @@ LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", 
 
 def __getattr__(name: str) -> Any:
     """What is loaded when first used."""
-    if name in ("lab", "models", "tasks"):
+    if name in ("lab", "models", "operators", "tasks"):
         return importlib.import_module(f"equipoise.{name}")
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)

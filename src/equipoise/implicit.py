@@ -25,6 +25,7 @@ from equipoise.graph import captured_tensors, edges
 from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
 from equipoise.solvers.base import Solved, Solver, solve
+from equipoise.solvers.krylov import GMRES
 from equipoise.tolerance import Tolerance, row_norms
 
 
@@ -78,15 +79,24 @@ class Adjoint:
 
     def attach(self, problem: Problem, solution: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``solution`` with the gradient of a fixed point of ``problem``, and the record z -> image that gives it."""
-        z = solution.detach().requires_grad_()
         sources = problem.sources
         views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
         narrow = problem.with_sources(views)
-        image = recorded(narrow, z)
+        if self.solver.structured and narrow.splitting() is not None:
+            z = solution.detach()  # no product with W^T is asked of autograd
+            split = narrow.splitting()
+            with torch.enable_grad():
+                record = split.product(z) + split.bias
+                image = split.activation(record)
+            first = partial(self.pull_by_splitting, narrow, split, record)
+            full = split.product_adjoint
+        else:
+            z = solution.detach().requires_grad_()
+            record = image = recorded(narrow, z)
+            first, full = partial(self.pull, narrow, z, image), None
         captured = captured_tensors(image, [z, *views], problem.visible_tensors)
-        first = partial(self.pull, narrow, z, image)
-        higher = partial(self.differentiable_pull, problem, image.detach(), len(sources))
-        return _Attach.apply(first, higher, image, solution, *sources, *captured), z, image
+        higher = partial(self.differentiable_pull, problem, image.detach(), len(sources), full)
+        return _Attach.apply(first, higher, record, solution, *sources, *captured), z, image
 
     def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
         """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
@@ -98,11 +108,22 @@ class Adjoint:
         self.report.backward(solved, self.rows, self.batch)
         return torch.where(finite, solved.z, cotangent)  # a loss that is NaN or infinite stays so: scalers look for it
 
+    def pull_by_splitting(self, problem: Problem, split: Any, record: Tensor, cotangent: Tensor) -> Tensor:
+        """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
+        cotangent = cotangent.detach()
+        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
+        system = SplitAdjoint(problem, split.adjoint(record.detach(), torch.where(finite, cotangent, 0.0)))
+        guess = torch.zeros_like(cotangent) if self.start is None else self.start(cotangent)
+        solved = solve(system, guess, system(guess), self.solver, self.tolerance)
+        self.report.backward(solved, self.rows, self.batch)
+        return torch.where(finite, solved.z, cotangent)
+
     def differentiable_pull(
         self,
         problem: Problem,
         before: Tensor,
         count: int,
+        full: Callable[[Tensor], Tensor] | None,
         u: Tensor,
         cotangent: Tensor,
         value: Tensor,
@@ -110,6 +131,9 @@ class Adjoint:
     ) -> Sequence[Tensor]:
         """u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, as a function of all."""
         sources, captured = tensors[:count], tensors[count:]
+        if full is not None:
+            with torch.no_grad():
+                u = cotangent + full(u)
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
@@ -120,7 +144,8 @@ class Adjoint:
                 "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
             )
         system = AdjointProblem(there, at, image, cotangent)
-        again = replace(self, start=None, report=Report(self.report.on_failure))
+        solver = GMRES() if self.solver.structured else self.solver  # this system shows no structure to split by
+        again = replace(self, solver=solver, start=None, report=Report(self.report.on_failure))
         u, _, _ = again.attach(system, u)
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
@@ -172,6 +197,34 @@ class AdjointProblem(Problem):
         inner = self.problem.with_sources(others)
         z = z if z.requires_grad else z.detach().requires_grad_()
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
+
+
+class SplitAdjoint(Problem):
+    """u -> J (W^T u + v): the adjoint system of z = s(W z + b) in a form that splitting solvers see through."""
+
+    affine = True
+
+    def __init__(self, problem: Problem, split: Any):
+        self.problem, self.split = problem, split
+        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+        self.count = Count()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self.count.add(rows.shape[0])
+        with torch.no_grad():
+            return self.split.activation(self.split.preactivation(rows))
+
+    def splitting(self) -> Any:
+        return self.split
+
+    def take(self, rows: Tensor) -> SplitAdjoint:
+        taken = SplitAdjoint(self.problem, self.split.take(rows, self.split.scope))
+        taken.count = self.count
+        return taken
+
+    @property
+    def rounding(self) -> float:
+        return self.problem.rounding
 
 
 ANOTHER_FUNCTION = (

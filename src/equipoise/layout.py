@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+BATCH_LAST = {4: (2, 3, 1, 0)}  # what products over frequencies need: the batch lies innermost
 
 
 def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
@@ -59,6 +60,19 @@ def outline(nesting: Any) -> str:
     return "(" + ", ".join(outline(part) for part in nesting) + ")"
 
 
+def inverse(permutation: Sequence[int]) -> list[int]:
+    """The permutation that undoes another."""
+    return sorted(range(len(permutation)), key=permutation.__getitem__)
+
+
+def select(tensor: Tensor, rows: Tensor) -> Tensor:
+    """The samples ``rows`` of a tensor, laid out in memory as it is; index_select alone would put the batch first."""
+    if tensor.dim() < 2 or tensor.is_contiguous():
+        return tensor.index_select(0, rows)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).index_select(order.index(0), rows).permute(inverse(order))
+
+
 @dataclass
 class Leaf:
     """How one tensor of a value lies in the rows."""
@@ -66,20 +80,28 @@ class Leaf:
     name: str
     shape: torch.Size  # of one sample
     dtype: torch.dtype
-    permutation: tuple[int, ...] | None = None  # channels-last tensors are laid out as they lie in memory: no copy
+    permutation: tuple[int, ...] | None = None  # rows follow the order in which a tensor lies in memory: no copy
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Leaf:
-        order = CHANNELS_LAST.get(tensor.dim())
-        if order and (tensor.is_contiguous() or not tensor.permute(order).is_contiguous()):
-            order = None
+        known = (orders[tensor.dim()] for orders in (CHANNELS_LAST, BATCH_LAST) if tensor.dim() in orders)
+        order = None
+        if not tensor.is_contiguous() and not tensor.is_complex():
+            order = next((order for order in known if tensor.permute(order).is_contiguous()), None)
         return cls(name, tensor.shape[1:], tensor.dtype, order)
+
+    @property
+    def batch_last(self) -> bool:
+        """Whether rows are the columns of a matrix in memory."""
+        return self.permutation is not None and self.permutation[-1] == 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
 
     def pack(self, tensor: Tensor) -> Tensor:
+        if self.permutation and self.batch_last:
+            return tensor.permute(self.permutation).reshape(self.numel, tensor.shape[0]).T
         if self.permutation:
             tensor = tensor.permute(self.permutation)
         if self.dtype.is_complex:
@@ -87,6 +109,9 @@ class Leaf:
         return tensor.reshape(tensor.shape[0], self.numel)  # not -1: torch cannot infer it for an empty batch
 
     def unpack(self, rows: Tensor) -> Tensor:
+        if self.permutation and self.batch_last:
+            shape = tuple(self.shape[i - 1] for i in self.permutation[:-1])
+            return rows.T.reshape(*shape, rows.shape[0]).permute(inverse(self.permutation)).to(self.dtype)
         shape: tuple[int, ...] = tuple(self.shape)
         if self.permutation:
             shape = tuple(self.shape[i - 1] for i in self.permutation[1:])
@@ -94,8 +119,7 @@ class Leaf:
         if self.dtype.is_complex:
             tensor = torch.view_as_complex(tensor.clone(memory_format=torch.contiguous_format))
         if self.permutation:
-            inverse = sorted(range(len(self.permutation)), key=self.permutation.__getitem__)
-            tensor = tensor.permute(inverse)
+            tensor = tensor.permute(inverse(self.permutation))
         return tensor.to(self.dtype)
 
 
@@ -114,7 +138,11 @@ class Layout:
 
     def pack(self, value: Any) -> Tensor:
         parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if len(parts) == 1:
+            return parts[0]
+        if all(leaf.batch_last for leaf in self.leaves):
+            return torch.cat([part.T for part in parts]).T
+        return torch.cat(parts, dim=1)
 
     def fits(self, value: Any, batch: int) -> bool:
         """Whether a value has this nesting and these shapes."""

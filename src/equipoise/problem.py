@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from equipoise.captures import layers, tensors_needing_gradients
-from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, skeleton, skeleton_differs
+from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, skeleton, skeleton_differs
 from equipoise.scope import Scope
 
 
@@ -79,6 +79,10 @@ class Problem(ABC):
         """The same problem with other tensors in their place."""
         return self
 
+    def splitting(self) -> Any:
+        """What a splitting solver needs, a :class:`~equipoise.solvers.splitting.Splitting`; None without structure."""
+        return None
+
     def product(self, rows: Tensor) -> Tensor:
         """The linear part of an affine problem."""
         return self(rows) - self(torch.zeros_like(rows))
@@ -108,6 +112,7 @@ class FunctionProblem(Problem):
         self.gatherable = bool(inputs)  # without explicit inputs a closure may have captured the whole batch
         self.gathered = False
         self.needs_gradient = False
+        self.split: Any = None  # the structure of f, once a solver has asked for it
 
     @classmethod
     def start(cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> tuple[FunctionProblem, Tensor, Tensor]:
@@ -180,12 +185,18 @@ class FunctionProblem(Problem):
             if tensor.device != self.device:
                 raise ValueError(f"mixed devices: z0 is on {self.device}, {name} on {tensor.device}.")
 
+    def splitting(self) -> Any:
+        if self.split is None and hasattr(self.f, "splitting"):
+            self.split = self.f.splitting(self.layout, self.scope, *self.inputs)
+        return self.split
+
     def take(self, rows: Tensor) -> FunctionProblem:
         taken = copy.copy(self)
-        given = [tensor.index_select(0, rows) for _, tensor in leaves(self.inputs, "inputs")]
+        given = [select(tensor, rows) for _, tensor in leaves(self.inputs, "inputs")]
         taken.inputs = rebuild(self.inputs, given)
         taken.scope = self.scope.take(rows)
         taken.gathered = True
+        taken.split = None if self.split is None else self.split.take(rows, taken.scope)
         return taken
 
     @property
@@ -205,6 +216,7 @@ class FunctionProblem(Problem):
             self.inputs,
             [next(given) if tensor.requires_grad else tensor for _, tensor in leaves(self.inputs, "inputs")],
         )
+        replaced.split = None
         return replaced
 
 

@@ -11,10 +11,12 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Derived = TypeVar("Derived")
 _current: ContextVar[Scope | None] = ContextVar("equipoise_scope", default=None)
 
 
@@ -27,7 +29,7 @@ class Scope:
         self.batch = batch
         # f runs without a graph inside the loop, yet a derived weight must keep its path to the raw parameters.
         self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
-        self.shared: dict[Hashable, Tensor] = {} if outer is None else outer.shared
+        self.shared: dict[Hashable, Any] = {} if outer is None else outer.shared
         self.per_sample: dict[Hashable, Tensor] = {} if outer is None else outer.per_sample
 
     def take(self, rows: Tensor) -> Scope:
@@ -52,17 +54,17 @@ class Scope:
             _current.reset(token)
 
 
-def once_per_solve(key: Hashable, compute: Callable[[], Tensor], *, per_sample: bool = False) -> Tensor:
+def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample: bool = False) -> Derived:
     """``compute()``, or what it gave the first time within the current solve; outside a solve it is always computed.
 
     Args:
         key: names the entry; include ``id(self)`` and whatever else the result depends on but the parameters.
-        per_sample: the result has a batch dimension and follows its samples when they are gathered.
+        per_sample: the result is a tensor with a batch dimension and follows its samples when they are gathered.
     """
     scope = _current.get()
     if scope is None:
         return compute()
-    entries = scope.per_sample if per_sample else scope.shared
+    entries: dict[Hashable, Any] = scope.per_sample if per_sample else scope.shared
     if key not in entries:
         with torch.set_grad_enabled(scope.grad):
             entries[key] = compute()

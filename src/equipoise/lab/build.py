@@ -27,6 +27,9 @@ SOLVERS = Registry(
         "anderson": "equipoise.solvers:Anderson",
         "broyden": "equipoise.solvers:Broyden",
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
+        "forward-backward": "equipoise.solvers:ForwardBackward",
+        "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
+        "douglas-rachford": "equipoise.solvers:DouglasRachford",
     },
 )
 BACKWARD_SOLVERS = Registry(  # the backward problem is linear

@@ -8,7 +8,13 @@ from torch import nn
 
 from equipoise.registry import Registry, call
 
-MODELS = Registry("model", {"conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium"})
+MODELS = Registry(
+    "model",
+    {
+        "conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium",
+        "mondeq": "equipoise.models.mondeq:MonDEQ",
+    },
+)
 
 
 def list_models() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from equipoise.layout import select
 from equipoise.problem import Problem, autocast_state
 from equipoise.solution import Result, Statistics
 from equipoise.tolerance import Tolerance, relative_residual, row_norms
@@ -43,7 +44,7 @@ class State:
     def take(self, rows: Tensor) -> Self:
         """This state for the samples ``rows``: every tensor has the batch first."""
         taken = {
-            f.name: value.index_select(0, rows)
+            f.name: select(value, rows)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
@@ -63,6 +64,7 @@ class GapState(State):
 class Solver(ABC):
     """Options of a method, and its ``init`` and ``step``."""
 
+    structured = False  # whether it needs to see more of f than its values: Problem.splitting()
     recurrent = False  # the gap is carried along by a recurrence, not measured: the loop has to confirm the end
 
     @abstractmethod
@@ -197,7 +199,7 @@ class Ledger:
 
     def take(self, rows: Tensor) -> Ledger:
         """The entries of some samples, all of them active."""
-        return Ledger(*(getattr(self, name).index_select(0, rows) for name in PER_SAMPLE))
+        return Ledger(*(select(getattr(self, name), rows) for name in PER_SAMPLE))
 
     def put(self, rows: Tensor, part: Ledger) -> None:
         """Write the entries of some samples back."""

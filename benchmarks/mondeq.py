@@ -1,0 +1,268 @@
+"""equipoise's monDEQ beside a plain implementation of the paper (plain_mondeq.py), with the same weights.
+
+    python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--json FILE]
+
+A training step is forward, cross entropy, backward and Adam; evaluation is a forward under no_grad. Both run in turns
+in one process after a warm-up; medians and the median ratio of each round are printed. Both stop at 1e-2: the plain one
+when z of the whole batch moves less (alg. 2), equipoise sample by sample at the residual of f; the plain one has its
+alpha tuned beforehand as the paper does. How far their logits
+and gradients then are from a tight solve is printed beside the times. That both are the same model is checked first:
+logits and gradients, in float64, on small images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import equipoise as eq
+from equipoise.models.mondeq import MonDEQ
+from plain_mondeq import PlainMonDEQ
+
+MODELS: dict[str, tuple[tuple[int, int, int], tuple[int, ...]]] = {  # table E1; its "54" has the parameters of 56
+    "conv54": ((1, 28, 28), (54,)),
+    "conv56": ((1, 28, 28), (56,)),
+    "multi32": ((1, 28, 28), (16, 32, 32)),
+    "multi60": ((3, 32, 32), (16, 32, 60)),
+    "conv81": ((3, 32, 32), (81,)),
+}
+LOOSE, TIGHT = 1e-2, 1e-5
+
+Row = dict[str, object]
+
+
+# --- the same model twice ---------------------------------------------------------------------------------------------
+
+
+def pair(shape: tuple[int, int, int], channels: tuple[int, ...], scale: float = 1.0) -> tuple[PlainMonDEQ, MonDEQ]:
+    """The plain model and equipoise's with its weights; `scale` is ||A||^2, ||B|| and ||S||^2 of the kernels."""
+    plain = PlainMonDEQ(shape, channels)
+    with torch.no_grad():
+        for g in (*plain.W.g, *plain.W.s):
+            g.fill_(math.log(math.expm1(scale)))  # the inverse of softplus
+        for h in plain.W.h:
+            h.fill_(scale)
+    kind: dict[str, Any] = {"kind": "conv", "channels": channels[0]}
+    if len(channels) > 1:
+        kind = {"kind": "multitier", "channels": channels}
+    ours = MonDEQ(shape=shape, classes=10, mean=(0.0,), std=(1.0,), **kind)  # the images are normalised already
+    with torch.no_grad():
+        for theirs, mine in zip(plain.parameters(), matching(plain, ours), strict=True):
+            mine.copy_(theirs)
+    return plain, ours
+
+
+def matching(plain: PlainMonDEQ, ours: MonDEQ) -> list[nn.Parameter]:
+    """Our parameters in the order of `plain.parameters()`."""
+    operator = ours.layer.f.operator
+    named = dict(operator.named_parameters())
+    found = []
+    for name, _ in plain.named_parameters():
+        module, _, rest = name.partition(".")
+        if module == "W":
+            found.append(named[rest] if rest in named else named[rest.removesuffix(".0")])  # "A.0" is "A" in one tier
+        else:
+            found.append({"U": ours.inject, "head": ours.head}[module].get_parameter(rest))
+    assert len(found) == len(list(ours.parameters())), "equipoise's model has parameters that the plain one has not"
+    return found
+
+
+class Contender:
+    """A model at a tolerance: its steps, its evaluations, and how many iterations they took."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], images: Tensor, labels: Tensor) -> None:
+        self.model, self.parameters, self.images, self.labels = model, parameters, images, labels
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        self.iterations: tuple[float, float] = (0, 0)
+
+    def tolerance(self, value: float) -> None:
+        if isinstance(self.model, PlainMonDEQ):
+            self.model.tolerance = value
+        else:
+            self.model.layer.tolerance = eq.Tolerance(relative=value, max_steps=300)
+
+    def gradients(self) -> tuple[Tensor, list[Tensor]]:
+        """Logits, and the gradient of every parameter in the order of the plain model's."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        with eq.watch_solves() as solves:
+            logits = self.model(self.images)
+            F.cross_entropy(logits, self.labels).backward()
+        self.count(solves)
+        return logits.detach(), [p.grad.clone() for p in self.parameters]  # type: ignore[union-attr]
+
+    def count(self, solves: Sequence[eq.Solution]) -> None:
+        if isinstance(self.model, PlainMonDEQ):
+            self.iterations = (self.model.forward_iterations, self.model.backward_iterations)
+        else:
+            self.iterations = (float(solves[0].stats.steps.max()), float(solves[0].backward.steps.max()))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.model(self.images)
+
+
+def contenders(
+    shape: tuple[int, int, int], channels: tuple[int, ...], batch: int, scale: float, dtype: torch.dtype
+) -> tuple[Contender, Contender]:
+    torch.manual_seed(0)
+    plain, ours = (model.to(dtype) for model in pair(shape, channels, scale))
+    images, labels = torch.randn(batch, *shape, dtype=dtype), torch.randint(10, (batch,))
+    return (
+        Contender(plain, list(plain.parameters()), images, labels),
+        Contender(ours, matching(plain, ours), images, labels),
+    )
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def differences(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
+    """Of the logits, and of all gradients as one vector."""
+    flat = [torch.cat([g.flatten() for g in gradients]) for _, gradients in (a, b)]
+    return difference(a[0], b[0]), difference(*flat)
+
+
+def agreement() -> list[Row]:
+    """Both models solved tightly on small images, in float64.
+
+    The worst parameter is the scale h of a tier: the sum of many terms that nearly cancel.
+    """
+    rows: list[Row] = []
+    for title, shape, channels in (("conv", (2, 8, 12), (4,)), ("multitier", (2, 8, 12), (3, 4, 5))):
+        plain, ours = contenders(shape, channels, batch=4, scale=4.0, dtype=torch.float64)
+        for tolerance in (1e-6, 1e-10):
+            results = []
+            for contender in (plain, ours):
+                contender.tolerance(tolerance)
+                results.append(contender.gradients())
+            logits, gradients = differences(*results)
+            row: Row = {"model": f"{title} {channels} {shape}", "tolerance": f"{tolerance:g}"}
+            row |= {"logits differ by": logits, "gradients by": gradients}
+            rows.append(row | {"of the worst parameter by": max(map(difference, results[0][1], results[1][1]))})
+    return rows
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def compare(name: str, batch: int, rounds: int, scale: float) -> list[Row]:
+    shape, channels = MODELS[name]
+    both = contenders(shape, channels, batch, scale, torch.float32)
+    alpha = tune(both[0])
+    both[1].tolerance(TIGHT)
+    truth = both[1].gradients()
+    rows: list[Row] = []
+    for title, contender in zip(("plain", "equipoise"), both, strict=True):
+        contender.tolerance(LOOSE)
+        logits, gradients = differences(contender.gradients(), truth)
+        forward, backward = contender.iterations
+        row: Row = {
+            "model": name if title == "plain" else "",
+            "": title,
+            "alpha": alpha if title == "plain" else "auto",
+            "iterations": f"{forward:.0f}/{backward:.0f}",
+        }
+        rows.append(row | {"logits off by": logits, "gradients by": gradients})
+    for column, runs, mode in (
+        ("training step, ms", [c.step for c in both], True),
+        ("evaluation, ms", [c.evaluate for c in both], False),
+    ):
+        for contender in both:
+            contender.model.train(mode)
+        for run in runs:  # warm up
+            run()
+        times = [[seconds(run) for run in runs] for _ in range(rounds)]
+        for i, row in enumerate(rows):
+            row[column] = 1e3 * median(t[i] for t in times)
+            row[column.replace("ms", "ratio")] = median(t[i] / t[1] for t in times)
+    return rows
+
+
+def tune(contender: Contender) -> float:
+    """The paper's choice of alpha among 1, 1/2, 1/4, ...: the fewest iterations forward (E.2)."""
+    model = contender.model
+    assert isinstance(model, PlainMonDEQ)
+    counts: dict[float, int] = {}
+    while len(counts) < 2 or counts[model.alpha] < counts[2 * model.alpha]:
+        if counts:
+            model.alpha /= 2
+        contender.evaluate()
+        counts[model.alpha] = model.forward_iterations
+    model.alpha *= 2
+    return model.alpha
+
+
+def seconds(run: Callable[[], None]) -> float:
+    began = perf_counter()
+    run()
+    return perf_counter() - began
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for line in cells:
+        print("  " + "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]), flush=True)
+
+
+def text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1e}" if value < 1e-2 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=f"of {[*MODELS]}"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns each gets (default 5)")
+    parser.add_argument("--batch", type=int, default=128, metavar="N", help="images (default 128)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the kernels; training makes it grow")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here too")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(arguments.threads)
+    print(f"equipoise {eq.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, ", end="")
+    print(f"batch {arguments.batch}, kernels of scale {arguments.scale:g}")
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"the load average is {load:.1f}: beside other work, threads wait for each other and times mean little")
+    tables = {"the same model? float64, tight solves": agreement()}
+    for title, rows in tables.items():
+        show(title, rows)
+    timings = [
+        row for name in arguments.only for row in compare(name, arguments.batch, arguments.rounds, arguments.scale)
+    ]
+    title = f"both at {LOOSE:g}; iterations forward/backward (of the slowest sample); off: from a solve at {TIGHT:g}"
+    show(title, timings)
+    tables[title] = timings
+    if arguments.json:
+        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""monDEQ: classifiers whose equilibrium exists, is unique and is found, for every value of the weights.
+
+E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes of table E1, whose 84,460 parameters on
+MNIST are those of 56 channels, not 54.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from equipoise.fixed_point import Equilibrium
+from equipoise.models.normalize import Normalize
+from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
+from equipoise.operators.spectrum import embed
+from equipoise.solvers import PeacemanRachford
+from equipoise.tolerance import Tolerance
+
+KINDS = ("dense", "conv", "multitier")
+TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
+
+
+class MonDEQ(nn.Module):
+    """z* = s(W z* + U x + b) with a monotone I - W, and a linear head: images in [0, 1] to logits (E.1).
+
+    Args:
+        shape: of one image, (channels, height, width).
+        classes: how many.
+        mean, std: of the images per channel.
+        kind: "dense", one convolution ("conv") or several resolutions ("multitier").
+        channels: of z*: features of a dense model, a tuple of channels for a multi-tier one.
+        m: the strong monotonicity of I - W.
+        activation: s, a proximal activation.
+        pool: side of the squares that the convolutional model averages over before its head.
+
+    Example:
+        >>> model = MonDEQ(shape=(1, 28, 28), classes=10, kind="conv", channels=56)
+        >>> sum(p.numel() for p in model.parameters())
+        84460
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        kind: str = "conv",
+        channels: int | Sequence[int] = 56,
+        m: float = 1.0,
+        activation: Any = "relu",
+        pool: int = 4,
+    ):
+        super().__init__()
+        if classes < 2:
+            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
+        if (kind == "multitier") == isinstance(channels, int):
+            wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
+            raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
+        self.kind, self.size = kind, (shape[1], shape[2])
+        self.normalize = Normalize(mean, std)
+        if kind == "dense":
+            operator = MonotoneLinear(channels, m=m)  # type: ignore[arg-type]
+            self.inject: nn.Module = nn.Linear(math.prod(shape), operator.features)
+            self.pool, features = nn.Identity(), operator.features
+        elif kind == "conv":
+            operator = MonotoneConv2d(channels, self.size, m=m)  # type: ignore[arg-type]
+            if pool < 1 or min(self.size) < pool:
+                raise ValueError(f"pool is {pool}; it must be between 1 and the image's side, {min(self.size)}.")
+            self.inject = nn.Conv2d(shape[0], operator.channels, 3, padding=1)
+            self.pool = nn.AvgPool2d(pool)
+            features = operator.channels * (shape[1] // pool) * (shape[2] // pool)
+        else:
+            operator = MonotoneMultiTier(tuple(channels), self.size, m=m)  # type: ignore[arg-type]
+            self.inject = nn.Conv2d(shape[0], operator.channels[0], 3, padding=1)
+            self.pool, features = nn.Identity(), math.prod(operator.shape[-1])
+        problem = MonotoneProblem(operator, activation)
+        self.layer = Equilibrium(problem, initial=operator.shape, solver=PeacemanRachford(), tolerance=TOLERANCE)
+        self.head = nn.Linear(features, classes)
+
+    @property
+    def operator(self) -> Any:
+        return self.layer.f.operator  # type: ignore[attr-defined]
+
+    def bias(self, images: Tensor) -> Any:
+        """U x + b, on the grid of z."""
+        x = self.normalize(images)
+        if self.kind == "dense":
+            return self.inject(x.flatten(1))
+        injected = self.inject(x)
+        if self.kind == "conv":
+            return embed(injected, self.operator.grid)
+        return (embed(injected, self.operator.grids[0]),)  # the input enters the first tier
+
+    def features(self, z: Any) -> Tensor:
+        """What the head reads: z, its image averaged, or the last tier with its border."""
+        if self.kind == "dense":
+            return z
+        if self.kind == "conv":
+            return self.pool(z[:, :, : self.size[0], : self.size[1]]).flatten(1)
+        return z[-1].flatten(1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(self.layer(self.bias(images))))
+
+

@@ -1,0 +1,38 @@
+"""Monotone linear operators with adjoint and resolvent, proximal activations, and the equilibrium they define."""
+
+from equipoise.operators.activations import (
+    BorderZero,
+    HardTanh,
+    LeakyReLU,
+    ProximalActivation,
+    ReLU,
+    Sigmoid,
+    Softplus,
+    SoftThreshold,
+    Tanh,
+    activation,
+)
+from equipoise.operators.base import MonotoneOperator, Resolvent
+from equipoise.operators.convolution import MonotoneConv2d
+from equipoise.operators.linear import MonotoneLinear
+from equipoise.operators.multitier import MonotoneMultiTier
+from equipoise.operators.problem import MonotoneProblem
+
+__all__ = [
+    "BorderZero",
+    "HardTanh",
+    "LeakyReLU",
+    "MonotoneConv2d",
+    "MonotoneLinear",
+    "MonotoneMultiTier",
+    "MonotoneOperator",
+    "MonotoneProblem",
+    "ProximalActivation",
+    "ReLU",
+    "Resolvent",
+    "Sigmoid",
+    "SoftThreshold",
+    "Softplus",
+    "Tanh",
+    "activation",
+]

@@ -1,0 +1,495 @@
+"""Activations that are proximal maps, s = prox_f^1 of a convex f, with their prox_f^alpha (eq. 4 of the monDEQ paper).
+
+An elementwise s is one exactly when it never decreases and its slope never exceeds 1. Then f'(z) = s^-1(z) - z, and a
+fixed point of s(W z + b) is a zero of the sum of two monotone operators (theorem 1), which splitting methods find.
+
+E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020); which activations are proximal maps:
+P. L. Combettes, J.-C. Pesquet, "Deep neural network structures solving variational inequalities" (2020).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.layout import inverse, select
+from equipoise.registry import unknown
+from equipoise.validation import options, require
+
+
+class ProximalActivation(ABC):
+    """An elementwise s = prox_f^1. ``act(x)`` is recorded by autograd; the other methods are used without a graph.
+
+    Your own is a subclass with these methods; each returns a new tensor, laid out in memory as its input.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """s(x)."""
+
+    @abstractmethod
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        """The z that minimises 1/2 (x - z)^2 + alpha f(z), for alpha > 0 (eq. 4)."""
+
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        """2 prox(x) - x."""
+        return torch.lerp(x, self.prox(x, alpha), 2.0)
+
+    @abstractmethod
+    def derivative(self, x: Tensor) -> Tensor:
+        """s'(x); at a kink, the value that autograd takes."""
+
+    @abstractmethod
+    def function(self, z: Tensor) -> Tensor:
+        """The convex f, entry by entry; infinite outside its domain."""
+
+
+@options
+class ReLU(ProximalActivation):
+    """max(x, 0): the projection onto z >= 0, whatever alpha."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        return torch.relu(x)
+
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        return x.abs()
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    def function(self, z: Tensor) -> Tensor:
+        return indicator(z >= 0, z)
+
+
+@options
+class LeakyReLU(ProximalActivation):
+    """x, times ``slope`` where negative: f(z) = (1 / slope - 1) z^2 / 2 for z < 0, else 0.
+
+    Args:
+        slope: in (0, 1]; 1 is the identity.
+    """
+
+    slope: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self, "slope", above=0.0, at_most=1.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.slope)
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        return F.leaky_relu(x, self.shrunk(alpha))
+
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        return F.leaky_relu(x, 2 * self.shrunk(alpha) - 1)
+
+    def shrunk(self, alpha: float) -> float:
+        """The slope of prox^alpha where x < 0."""
+        return self.slope / (self.slope + positive(alpha) * (1 - self.slope))
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype).clamp(min=self.slope)
+
+    def function(self, z: Tensor) -> Tensor:
+        return (1 / self.slope - 1) / 2 * z.clamp(max=0).square()
+
+
+@options
+class HardTanh(ProximalActivation):
+    """x clamped to [-1, 1]: the projection onto it, whatever alpha."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.hardtanh(x)
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        return F.hardtanh(x)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return (x.abs() < 1).to(x.dtype)
+
+    def function(self, z: Tensor) -> Tensor:
+        return indicator(z.abs() <= 1, z)
+
+
+@options
+class SoftThreshold(ProximalActivation):
+    """x moved towards 0 by ``threshold``, and 0 within it: f(z) = threshold |z|.
+
+    Args:
+        threshold: at least 0, where 0 is the identity.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self, "threshold", at_least=0.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.softshrink(x, self.threshold)
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        return F.softshrink(x, self.threshold * positive(alpha))
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return (x.abs() > self.threshold).to(x.dtype)
+
+    def function(self, z: Tensor) -> Tensor:
+        return self.threshold * z.abs()
+
+
+class SmoothActivation(ProximalActivation):
+    """A smooth s. Its prox^alpha(x) is s(p) for the root p of phi(p) = s(p) + alpha (p - s(p)) = x.
+
+    The slope of phi lies between 1 and alpha. Where s is convex, phi is convex if alpha < 1 and concave if alpha > 1;
+    where s is concave, the other way round. Newton's method needs no bracket: a convex phi lies above its asymptotes
+    and tangents, so their nearest root is right of its own, and the method descends from there without overshooting.
+    """
+
+    @abstractmethod
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        """The root of the asymptote or tangent of phi that is nearest to its own."""
+
+    @abstractmethod
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """s, p - s, s' and 1 - s' at p, without any cancellation that alpha would magnify."""
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        if positive(alpha) == 1:
+            return self(x)
+        if x.numel() <= BLOCK or not x.is_cpu:
+            return self.newton(x, alpha)
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        x = x.permute(order)
+        z = torch.cat([self.newton(block, alpha) for block in x.reshape(-1).split(BLOCK)])
+        return z.view(x.shape).permute(inverse(order))
+
+    def newton(self, x: Tensor, alpha: float) -> Tensor:
+        """prox^alpha by Newton's method, each entry until its own convergence."""
+        eps = torch.finfo(x.dtype).eps
+        near, far = 1 / max(1.0, alpha), alpha / max(1.0, alpha)  # phi scaled, so that nothing overflows
+        rounding = 2 * eps * near * x.abs()
+        p = self.start(x, alpha)
+        going = torch.ones_like(p, dtype=torch.bool)
+        for _ in range(STEPS):
+            s, gap, slope, rest = self.parts(p, alpha)
+            missing = near * (x - s) - far * gap
+            step = missing / (near * slope + far * rest)
+            going &= step.isfinite()  # there is no step from an infinite or missing x: the answer is s(x), its limit
+            p = torch.where(going, p + step, p)
+            # Convergence is quadratic: done after a step of half the digits, or from a residual of rounding size.
+            going &= (step.abs() > math.sqrt(eps) / 8 * torch.maximum(p.abs(), s.abs())) & (missing.abs() > rounding)
+            if not going.any():
+                break
+        return self(p)
+
+
+STEPS = 100  # 12 are the most that alpha from 1e-4 to 1e4 was seen to take
+BLOCK = 2**16  # entries at a time on a CPU: they stay in its cache, and there are no large temporaries
+
+
+@options
+class Tanh(SmoothActivation):
+    """tanh(x): f(z) = z artanh(z) + log(1 - z^2) / 2 - z^2 / 2 on [-1, 1]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        low, high = (
+            (x + (1 - alpha)) / alpha,
+            (x - (1 - alpha)) / alpha,
+        )  # asymptotes: s = -1, s = 1; tangent at 0: p = x
+        return x.clamp(low, high) if alpha > 1 else x.clamp(high, low)
+
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s = torch.tanh(p)
+        gap = p - s
+        if alpha > 1:  # Lambert: tanh(p) = p / (1 + q), q = p^2 / (3 + p^2 / (5 + ...)), which needs no difference
+            square = p * p
+            q = square / 15
+            for odd in (13, 11, 9, 7, 5, 3):
+                q = square / (odd + q)
+            gap = torch.where(square < 0.25, p * (q / (1 + q)), gap)
+        rest = s * s
+        return s, gap, 1 - rest, rest
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return 1 - torch.tanh(x).square()
+
+    def function(self, z: Tensor) -> Tensor:
+        return -(torch.special.entr(1 + z) + torch.special.entr(1 - z) + z.square()) / 2
+
+
+@options
+class Sigmoid(SmoothActivation):
+    """1 / (1 + exp(-x)): f(z) = z log(z) + (1 - z) log(1 - z) - z^2 / 2 on [0, 1]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        low, high = x / alpha, (x - (1 - alpha)) / alpha  # asymptotes: s = 0, s = 1
+        tangent = (x - (1 - alpha) / 2) / (alpha + (1 - alpha) / 4)  # at 0, where s turns from convex to concave
+        return tangent.clamp(low, high) if alpha > 1 else tangent.clamp(high, low)
+
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s = torch.sigmoid(p)
+        slope = s * (1 - s)
+        return s, p - s, slope, 1 - slope
+
+    def derivative(self, x: Tensor) -> Tensor:
+        s = torch.sigmoid(x)
+        return s * (1 - s)
+
+    def function(self, z: Tensor) -> Tensor:
+        return -torch.special.entr(z) - torch.special.entr(1 - z) - z.square() / 2
+
+
+@options
+class Softplus(SmoothActivation):
+    """log(1 + exp(x)): f(z) = Li2(exp(-z)), the dilogarithm, on z >= 0."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # torch's own threshold, 20, is a jump of 2e-9.
+        return F.softplus(x, threshold=50.0)
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        return (torch.maximum if alpha > 1 else torch.minimum)(x, x / alpha)  # asymptotes: s = p, s = 0
+
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self(p), -self(-p), torch.sigmoid(p), torch.sigmoid(-p)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def function(self, z: Tensor) -> Tensor:
+        # Li2(exp(-z)) = D(w) = pi^2 / 6 - z w - D(z) with w = -log(1 - exp(-z)): D of the smaller is a short series.
+        u = z.clamp(min=0)
+        w = torch.where(u > math.log(2), -torch.log1p(-torch.exp(-u)), -torch.log(-torch.expm1(-u)))
+        below = math.pi**2 / 6 + torch.xlogy(u, -torch.expm1(-u)) - debye(u)
+        return torch.where(u > w, debye(w), below) + indicator(z >= 0, z)
+
+
+BERNOULLI = (7 / 6, -691 / 2730, 5 / 66, -1 / 30, 1 / 42, -1 / 30, 1 / 6)  # B_14, B_12, ..., B_2
+
+
+def debye(u: Tensor) -> Tensor:
+    """D(u), the integral of t / (exp(t) - 1) from 0 to u, for 0 <= u <= log(2): sum of B_n u^(n + 1) / (n + 1)!."""
+    square, series = u.square(), torch.zeros_like(u)
+    for n, bernoulli in zip(range(14, 0, -2), BERNOULLI, strict=True):
+        series = (series + bernoulli / math.factorial(n + 1)) * square
+    return u * (1 - u / 4 + series)
+
+
+def positive(alpha: float) -> float:
+    """alpha, if it can be one."""
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha is {alpha!r}; it must be a finite number above 0.")
+    return alpha
+
+
+def indicator(inside: Tensor, like: Tensor) -> Tensor:
+    """0 inside, infinity outside."""
+    return torch.where(inside, 0.0, torch.inf).to(like.dtype)
+
+
+@options
+class BorderZero(ProximalActivation):
+    """Another activation inside an image, 0 on its border: the projection onto {0}, so a proximal map too (C.2).
+
+    Args:
+        activation: the one inside.
+        size: (h, w); rows from h on and columns from w on are the border of a (batch, channels, rows, columns) tensor.
+
+    Example:
+        >>> act = BorderZero(ReLU(), size=(28, 28))
+        >>> z = act(x)  # (128, 54, 30, 30), zero in the last two rows and columns
+    """
+
+    activation: ProximalActivation
+    size: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        require(self, "activation", kind=ProximalActivation)
+        size = self.size
+        if not (isinstance(size, tuple) and len(size) == 2 and all(type(n) is int and n >= 1 for n in size)):
+            raise ValueError(f"BorderZero.size is {size!r}; it must be (rows, columns), whole numbers at least 1.")
+
+    def border(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows below and the columns beside the inside: views that do not overlap."""
+        h, w = self.size
+        if x.dim() != 4 or x.shape[2] < h or x.shape[3] < w:
+            raise ValueError(
+                f"BorderZero(size={self.size}) is given a tensor of shape {tuple(x.shape)}; it must be "
+                f"(batch, channels, rows, columns) with at least {h} rows and {w} columns."
+            )
+        return x[:, :, h:], x[:, :, :h, w:]
+
+    def cleared(self, fresh: Tensor) -> Tensor:
+        """A tensor that belongs to no one else, its border set to 0."""
+        for part in self.border(fresh):
+            part.zero_()
+        return fresh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        z = self.activation(x)
+        return self.cleared(z.clone() if z.requires_grad else z)  # autograd may have kept z
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        return self.cleared(self.activation.prox(x, alpha))
+
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        reflected = self.activation.reflect(x, alpha)
+        for part, given in zip(self.border(reflected), self.border(x), strict=True):
+            part.copy_(given).neg_()
+        return reflected
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return self.cleared(self.activation.derivative(x))
+
+    def function(self, z: Tensor) -> Tensor:
+        value = self.activation.function(z)
+        for part, given in zip(self.border(value), self.border(z), strict=True):
+            part.copy_(indicator(given == 0, given))
+        return value
+
+
+class Diagonal(ProximalActivation):
+    """x -> slope * x: an activation linearised, for the backward pass (theorem 3). slope is J = (1 + D)^-1.
+
+    Args:
+        slope: entries in [0, 1], batch first.
+    """
+
+    def __init__(self, slope: Tensor):
+        if not (isinstance(slope, Tensor) and slope.is_floating_point()):
+            raise TypeError(f"Diagonal.slope is {slope!r}; it must be a floating-point tensor.")
+        # NaN passes: a sample that failed must not stop its batch-mates.
+        if bool(((slope < 0) | (slope > 1)).any()):
+            raise ValueError(
+                f"Diagonal.slope has entries from {slope.min():g} to {slope.max():g}; they must lie in [0, 1], as the "
+                "slopes of a proximal map do."
+            )
+        self.slope = slope
+        self.last: tuple[float, Tensor] = (1.0, slope)  # alpha and the factor of its prox: alpha changes seldom
+
+    def __repr__(self) -> str:
+        return f"Diagonal({tuple(self.slope.shape)})"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.slope * x
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        """x / (1 + alpha D), which is 0 where J = 0; algorithms 3 and 4 of the paper print it wrongly."""
+        if alpha != self.last[0]:
+            self.last = alpha, self.slope / (self.slope + positive(alpha) * (1 - self.slope))
+        return self.last[1] * x
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return self.slope.expand_as(x).clone()
+
+    def function(self, z: Tensor) -> Tensor:
+        return torch.where(z == 0, 0.0, (1 / self.slope - 1) * z.square() / 2)
+
+    def take(self, rows: Tensor) -> Diagonal:
+        """The same for some samples."""
+        taken = copy.copy(self)
+        taken.slope = select(self.slope, rows)
+        taken.last = 1.0, taken.slope
+        return taken
+
+
+NAMES: dict[str, type[ProximalActivation]] = {
+    "relu": ReLU,
+    "leaky-relu": LeakyReLU,
+    "tanh": Tanh,
+    "sigmoid": Sigmoid,
+    "softplus": Softplus,
+    "soft-threshold": SoftThreshold,
+    "hard-tanh": HardTanh,
+}
+FUNCTIONS: dict[Callable[..., Any], type[ProximalActivation]] = {
+    torch.relu: ReLU,
+    F.relu: ReLU,
+    F.leaky_relu: LeakyReLU,
+    torch.tanh: Tanh,
+    F.tanh: Tanh,
+    torch.sigmoid: Sigmoid,
+    F.sigmoid: Sigmoid,
+    F.softplus: Softplus,
+    F.softshrink: SoftThreshold,
+    F.hardtanh: HardTanh,
+}
+MODULES: dict[type[nn.Module], Callable[[Any], ProximalActivation | None]] = {
+    nn.ReLU: lambda _: ReLU(),
+    nn.LeakyReLU: lambda module: LeakyReLU(module.negative_slope),
+    nn.Tanh: lambda _: Tanh(),
+    nn.Sigmoid: lambda _: Sigmoid(),
+    nn.Softplus: lambda module: Softplus() if module.beta == 1 else None,
+    nn.Softshrink: lambda module: SoftThreshold(module.lambd),
+    nn.Hardtanh: lambda module: HardTanh() if (module.min_val, module.max_val) == (-1, 1) else None,
+}
+
+NEITHER = "it is not a proximal map: it decreases for some negative x, and its slope exceeds 1 for some positive x"
+UNWRITTEN = "it is a proximal map, but one whose prox^alpha is not written here"
+NOT_BY_ENTRY = "it does not act entry by entry"
+REFUSED = {
+    **dict.fromkeys(("gelu", "silu", "swish", "mish", "hardswish"), NEITHER),
+    "selu": "it is not a proximal map: its slope exceeds 1 near 0",
+    "hardshrink": "it jumps, so it is the proximal map of no convex function; soft-threshold is the continuous one",
+    "elu": "it is a proximal map while its own alpha is at most 1, but one whose prox^alpha is not written here",
+    **dict.fromkeys(("celu", "softsign", "logsigmoid", "tanhshrink", "hardsigmoid", "relu6"), UNWRITTEN),
+    "identity": "the identity is LeakyReLU(slope=1.0) here",
+    "prelu": "its slope is learned and may leave [0, 1]; that of LeakyReLU is fixed",
+    "rrelu": "its slope is random while training; that of LeakyReLU is fixed",
+    **dict.fromkeys(("softmax", "logsoftmax", "softmin", "glu"), NOT_BY_ENTRY),
+}
+
+
+def activation(given: str | Callable[..., Any]) -> ProximalActivation:
+    """The proximal activation that a name, a torch function or module, or an object of this file stands for.
+
+    Example:
+        >>> activation("leaky-relu"), activation(nn.LeakyReLU(0.2)), activation(torch.tanh)
+        (LeakyReLU(), LeakyReLU(slope=0.2), Tanh())
+    """
+    if isinstance(given, ProximalActivation):
+        return given
+    offered = f"Offered: {', '.join(NAMES)}; your own is a subclass of equipoise.operators.ProximalActivation."
+    if isinstance(given, type):
+        raise TypeError(f"activation is the class {given.__name__}; give an object: {given.__name__}().")
+    if isinstance(given, str):
+        if given in NAMES:
+            return NAMES[given]()
+        name = given
+    elif isinstance(given, nn.Module):
+        if type(given) in MODULES:
+            made = MODULES[type(given)](given)
+            if made is None:
+                raise ValueError(f"activation is {given!r}; of this one only torch's default options are offered here.")
+            return made
+        name = type(given).__name__ if type(given).__module__.startswith("torch.nn.") else ""
+    else:
+        if isinstance(given, Hashable) and given in FUNCTIONS:
+            return FUNCTIONS[given]()
+        name = getattr(given, "__name__", "")
+        name = name if any(getattr(place, name, None) is given for place in (torch, F)) else ""
+    reason = REFUSED.get("".join(filter(str.isalnum, name)).lower())
+    if reason is not None:
+        raise ValueError(f"activation is {given!r}; {reason}. {offered}")
+    if isinstance(given, str):
+        raise ValueError(unknown("activation", given, NAMES))
+    raise TypeError(
+        f"activation is {given!r}, of which it cannot be seen that it is a proximal map (it must act entry by entry, "
+        f"never decrease, and have slope at most 1). {offered}"
+    )

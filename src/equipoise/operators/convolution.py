@@ -1,0 +1,122 @@
+"""The convolutional monotone operator: circular on a zero-padded grid, inverted by frequency (section 4.2, C)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
+from equipoise.operators.spectrum import images, memory, real, spectrum
+from equipoise.scope import once_per_solve
+from equipoise.stability import operator_norm_bound
+
+KERNEL = 3
+BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)
+LOOKED_AT = 16  # blocks of largest Frobenius norm, among which an estimate looks for the largest norm
+
+
+class MonotoneConv2d(MonotoneOperator):
+    """W = (1 - m) I - A^T A + B - B^T with 3x3 convolutions A and B, circular on the image and a border of zeros.
+
+    z has the shape (batch, channels, height + 2, width + 2). The border is its last two rows and columns; on a circular
+    grid that is a ring around the image. It is held at zero by the nonlinearity (:class:`BorderZero`, C.2).
+
+    Args:
+        channels: of z.
+        size: (height, width) of the image, any.
+        m: the strong monotonicity of I - W.
+        normalize: with learned scalars, A^T A -> softplus(g) A^T A / ||A||^2 and B -> h B / ||B|| (E.2).
+
+    Example:
+        >>> op = eq.operators.MonotoneConv2d(56, (28, 28))
+        >>> op.resolvent(0.5)(torch.randn(128, *op.shape))
+
+    Reference: E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), section 4.2, appendix C.
+    """
+
+    def __init__(self, channels: int, size: tuple[int, int], *, m: float = 1.0, normalize: bool = True):
+        super().__init__(m)
+        if not isinstance(channels, int) or channels < 1:
+            raise ValueError(f"channels is {channels!r}; it must be a whole number of at least 1.")
+        self.channels, self.size, self.normalize = channels, checked_size(size), normalize
+        self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
+        self.A, self.B = fresh_kernel(channels, channels), fresh_kernel(channels, channels)
+        if normalize:
+            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.channels, *self.grid)
+
+    @property
+    def inner(self) -> tuple[tuple[int, int] | None, ...]:
+        return (self.size,)
+
+    def kernel(self) -> Tensor:
+        """The 5x5 kernel of W."""
+        if not self.normalize:
+            return composed(self.m, self.A, self.B)
+        return composed(self.m, unit(self.A), self.h * unit(self.B), positive(self.g))
+
+    def blocks(self) -> Tensor:
+        """W at every frequency, complex (eq. C5)."""
+        return spectrum(self.grid, self.A).blocks(self.kernel())
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.multiply(once_per_solve((id(self), "W"), lambda: real(self.blocks())), z)
+
+    def adjoint(self, z: Tensor) -> Tensor:
+        return self.multiply(once_per_solve((id(self), "W"), lambda: real(self.blocks())).mT, z)
+
+    def factorise(self, alpha: float) -> Tensor:
+        W = self.blocks()
+        return real(torch.linalg.inv((1 + alpha) * torch.eye(self.channels, dtype=W.dtype, device=W.device) - alpha * W))
+
+    def solve(self, factors: Tensor, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
+        return self.multiply(factors.mT if adjoint else factors, z)
+
+    def multiply(self, blocks: Tensor, z: Tensor) -> Tensor:
+        """The circular convolution with these real blocks."""
+        check_value(z, self.shape, "MonotoneConv2d")
+        transform = spectrum(self.grid, z)
+        return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
+
+    def norm(self, *, bound: bool) -> Tensor:
+        blocks = self.blocks()
+        return blocks_norm(torch.eye(self.channels, dtype=blocks.dtype, device=blocks.device) - blocks, bound=bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, size={self.size}, m={self.m:g}, normalize={self.normalize}"
+
+
+def fresh_kernel(outputs: int, inputs: int) -> nn.Parameter:
+    """As nn.Conv2d begins."""
+    bound = (inputs * KERNEL**2) ** -0.5
+    return nn.Parameter(torch.empty(outputs, inputs, KERNEL, KERNEL).uniform_(-bound, bound))
+
+
+def checked_size(size: Any) -> tuple[int, int]:
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)):
+        raise ValueError(f"size is {size!r}; it must be (height, width) of the image, whole numbers of at least 1.")
+    return (size[0], size[1])
+
+
+def composed(m: float, A: Tensor, B: Tensor, g: Tensor | float = 1.0) -> Tensor:
+    """The 5x5 kernel of (1 - m) I - g A^T A + B - B^T: one convolution instead of four."""
+    # A^T A at the offset d is the sum of A_s^T A_t over t - s = d: the correlation of A's kernels with themselves.
+    square = F.conv2d(A.transpose(0, 1), A.transpose(0, 1), padding=BORDER).transpose(0, 1)
+    skew = F.pad(B - B.transpose(0, 1).flip(2, 3), (1, 1, 1, 1))
+    identity = torch.zeros_like(square)
+    identity[:, :, BORDER, BORDER] = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    return (1 - m) * identity - g * square + skew
+
+
+def blocks_norm(blocks: Tensor, *, bound: bool) -> Tensor:
+    """The largest singular value among (frequency, O, I) blocks: an upper bound, or an estimate from a few of them."""
+    if bound:
+        return operator_norm_bound(blocks.to(torch.complex128)).amax()
+    sizes = torch.linalg.matrix_norm(blocks)
+    return operator_norm_bound(blocks[sizes.topk(min(LOOKED_AT, len(sizes))).indices], iterations=4).amax()

@@ -1,0 +1,297 @@
+"""The multi-tier monotone operator: convolutions at several resolutions, coupled by strided ones (section 4.3, D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
+from equipoise.operators.convolution import BORDER, blocks_norm, checked_size, composed, fresh_kernel
+from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
+from equipoise.scope import once_per_solve
+
+STRIDE = 2
+
+
+class MonotoneMultiTier(MonotoneOperator):
+    """W of eq. D1-D5: tiers i = 1..L of images, each half the size of the one before.
+
+    W_ii = (1 - m) I - A_i^T A_i - S_i^T S_i + B_i - B_i^T (no S in the last tier) and W_{i+1,i} = -2 A_{i+1}^T S_i,
+    where S_i, a 3x3 convolution of stride 2, leads from tier i to tier i + 1. With A the block matrix of A_i and S_i,
+    this is (1 - m) I - A^T A + B - B^T once more (D4), so I - W >= m I.
+
+    z is a tuple of tensors (batch, channels_i, height_i, width_i). Tier i holds an image of the size ceil(size / 2^i)
+    and a border of at least two rows and columns at the end (a third where S needs an even grid), held at zero by the
+    nonlinearity. S_i z is taken at every second pixel from the first and lies in the top left of the next grid.
+
+    Args:
+        channels: of every tier, one or more.
+        size: (height, width) of the image, any.
+        m: the strong monotonicity of I - W.
+        normalize: with learned scalars, A_i^T A_i -> softplus(g_i) A_i^T A_i / ||A_i||^2, B_i -> h_i B_i / ||B_i|| and
+            S_i^T S_i -> softplus(s_i) S_i^T S_i / ||S_i||^2 (E.2).
+
+    Example:
+        >>> op = eq.operators.MonotoneMultiTier((16, 32, 32), (28, 28))
+        >>> op.shape
+        ((16, 30, 30), (32, 16, 16), (32, 9, 9))
+
+    Reference: E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), section 4.3, appendix D.
+    """
+
+    def __init__(self, channels: Sequence[int], size: tuple[int, int], *, m: float = 1.0, normalize: bool = True):
+        super().__init__(m)
+        wanted = isinstance(channels, tuple | list) and all(isinstance(c, int) and c >= 1 for c in channels)
+        if not wanted or not channels:
+            raise ValueError(f"channels is {channels!r}; it must be a tuple of whole numbers, one for each tier.")
+        self.channels, self.normalize = tuple(channels), normalize
+        height, width = checked_size(size)
+        tiers = len(channels)
+        self.sizes = [(-(-height // STRIDE**i), -(-width // STRIDE**i)) for i in range(tiers)]
+        last = self.sizes[-1]
+        self.grids = [(even(h + BORDER), even(w + BORDER)) for h, w in self.sizes[:-1]]
+        self.grids.append((last[0] + BORDER, last[1] + BORDER))
+        self.A = nn.ParameterList(fresh_kernel(c, c) for c in channels)
+        self.B = nn.ParameterList(fresh_kernel(c, c) for c in channels)
+        self.S = nn.ParameterList(fresh_kernel(b, a) for a, b in zip(channels, channels[1:], strict=False))
+        if normalize:
+            self.g = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in range(tiers))
+            self.h = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(tiers))
+            self.s = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in range(tiers - 1))
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((c, *grid) for c, grid in zip(self.channels, self.grids, strict=True))
+
+    @property
+    def inner(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def tiers(self) -> int:
+        return len(self.channels)
+
+    def spectrum(self, i: int, like: Tensor) -> Spectrum:
+        """The transform of tier i; where S follows, frequencies that it folds together stand together."""
+        return spectrum(self.grids[i], like, STRIDE if i + 1 < self.tiers else 1)
+
+    def coarse(self, i: int, like: Tensor) -> Spectrum:
+        """The transform on which S_i z lies, before it is placed in the next grid."""
+        height, width = self.grids[i]
+        return spectrum((height // STRIDE, width // STRIDE), like)
+
+    def kernels(self, i: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A_i, B_i and S_i as they act, scaled."""
+        A, B, S = self.A[i], self.B[i], self.S[i] if i + 1 < self.tiers else None
+        if self.normalize:
+            A, B = positive(self.g[i]).sqrt() * unit(A), self.h[i] * unit(B)
+            S = None if S is None else positive(self.s[i]).sqrt() * unit(S)
+        return A, B, S
+
+    def blocks(self, i: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """W_ii without S_i, A_i and S_i at every frequency, complex."""
+        A, B, S = self.kernels(i)
+        transform = self.spectrum(i, A)
+        within = transform.blocks(composed(self.m, A, B))
+        return within, transform.blocks(A), None if S is None else transform.blocks(S)
+
+    def derive(self) -> list[Tier]:
+        """What a product with W needs."""
+        tiers = map(self.blocks, range(self.tiers))
+        return [Tier(real(W), real(A), None if S is None else Fold.of(S)) for W, A, S in tiers]
+
+    def weights(self) -> list[Tier]:
+        return once_per_solve((id(self), "W"), self.derive)
+
+    def forward(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        check_value(z, self.shape, "MonotoneMultiTier")
+        found, below = [], None
+        for i, (part, tier) in enumerate(zip(z, self.weights(), strict=True)):
+            transform = self.spectrum(i, part)
+            spectra = transform.forward(memory(part))
+            image = torch.bmm(tier.within, spectra)
+            if below is not None:  # W_{i,i-1} = -2 A_i^T S_{i-1}
+                image = torch.baddbmm(image, tier.A.mT, transform.forward(below), alpha=-2)
+            if tier.fold is not None:
+                folded = tier.fold.down(spectra)
+                image = image - tier.fold.up(folded)
+                below = self.placed(i, folded)
+            found.append(images(transform.inverse(image)))
+        return tuple(found)
+
+    def adjoint(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        check_value(z, self.shape, "MonotoneMultiTier")
+        found, above = [], None
+        weights = self.weights()
+        for i in reversed(range(self.tiers)):
+            tier, transform = weights[i], self.spectrum(i, z[i])
+            spectra = transform.forward(memory(z[i]))
+            image = torch.bmm(tier.within.mT, spectra)
+            if tier.fold is not None and above is not None:  # W_{i+1,i}^T = -2 S_i^T A_{i+1}
+                image = image - tier.fold.up(tier.fold.down(spectra) + 2 * self.taken(i, above))
+            if i:
+                above = transform.inverse(torch.bmm(tier.A, spectra))
+            found.append(images(transform.inverse(image)))
+        return tuple(reversed(found))
+
+    def placed(self, i: int, folded: Tensor) -> Tensor:
+        """S_i z, from its spectrum, in the top left of the next grid: (H, W, C, batch)."""
+        return memory(embed(images(self.coarse(i, folded).inverse(folded)), self.grids[i + 1]))
+
+    def taken(self, i: int, stored: Tensor) -> Tensor:
+        """The adjoint of :meth:`placed`, up to the transform: the spectrum of the top left."""
+        height, width = self.grids[i]
+        return self.coarse(i, stored).forward(stored[: height // STRIDE, : width // STRIDE].contiguous())
+
+    def factorise(self, alpha: float) -> list[Factors]:
+        """The diagonal blocks (1 + alpha) I - alpha W_ii inverted, by Woodbury's identity where S_i is (prop. D1).
+
+        At a coarse frequency S_i sums K_f z^_f over the four frequencies f that fold into it, and takes a quarter. With
+        P the block-diagonal part without S_i, (P + alpha/4 K^H K)^-1 = P^-1 - P^-1 K^H G^-1 K P^-1,
+        G = 4/alpha I + K P^-1 K^H.
+        """
+        found = []
+        for i in range(self.tiers):
+            W, A, K = self.blocks(i)
+            identity = torch.eye(self.channels[i], dtype=W.dtype, device=W.device)
+            inverse = torch.linalg.inv((1 + alpha) * identity - alpha * W)
+            if K is None:
+                found.append(Factors(real(inverse), real(A)))
+                continue
+            KP = K @ inverse
+            PK = inverse @ K.mH
+            coupling = folded_sum(KP @ K.mH)
+            G = STRIDE**2 / alpha * torch.eye(K.shape[1], dtype=W.dtype, device=W.device) + coupling
+            right = PK @ unfolded(torch.linalg.inv(G))
+            found.append(Factors(real(inverse), real(A), Fold.of(K), Fold.of(KP), Fold.of(right.mH)))
+        return found
+
+    def solve(self, factors: list[Factors], alpha: float, z: Any, *, adjoint: bool) -> tuple[Tensor, ...]:
+        """Substitution tier by tier (D7), downwards, or upwards for the adjoint."""
+        check_value(z, self.shape, "MonotoneMultiTier")
+        return self.solve_adjoint(factors, alpha, z) if adjoint else self.solve_forward(factors, alpha, z)
+
+    def solve_forward(self, factors: list[Factors], alpha: float, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found, below = [], None
+        for i, (part, tier) in enumerate(zip(z, factors, strict=True)):
+            transform = self.spectrum(i, part)
+            right = transform.forward(memory(part))
+            if below is not None:  # alpha W_{i,i-1} x_{i-1}
+                right = torch.baddbmm(right, tier.A.mT, transform.forward(below), alpha=-2 * alpha)
+            x = torch.bmm(tier.inverse, right)
+            if tier.fold is not None and tier.left is not None and tier.right is not None:
+                x = x - tier.right.lift(tier.left.sum(right))
+                below = self.placed(i, tier.fold.down(x))
+            found.append(images(transform.inverse(x)))
+        return tuple(found)
+
+    def solve_adjoint(self, factors: list[Factors], alpha: float, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found, above = [], None
+        for i in reversed(range(self.tiers)):
+            tier, transform = factors[i], self.spectrum(i, z[i])
+            right = transform.forward(memory(z[i]))
+            if tier.fold is not None and above is not None:  # alpha W_{i+1,i}^T x_{i+1}
+                right = right - 2 * alpha * tier.fold.up(self.taken(i, above))
+            x = torch.bmm(tier.inverse.mT, right)
+            if tier.left is not None and tier.right is not None:
+                x = x - tier.left.lift(tier.right.sum(right))
+            if i:
+                above = transform.inverse(torch.bmm(tier.A, x))
+            found.append(images(transform.inverse(x)))
+        return tuple(reversed(found))
+
+    def norm(self, *, bound: bool) -> Tensor:
+        """From the norms of the blocks of I - W: that of the matrix they form is no smaller than its own."""
+        sizes: Tensor | None = None
+        into: Tensor | None = None  # ||S_{i-1}||
+        for i in range(self.tiers):
+            W, A, K = self.blocks(i)
+            sizes = W.real.new_zeros(self.tiers, self.tiers, dtype=torch.float64) if sizes is None else sizes
+            identity = torch.eye(self.channels[i], dtype=W.dtype, device=W.device)
+            sizes[i, i] = blocks_norm(identity - W, bound=bound)
+            if into is not None:
+                sizes[i, i - 1] = 2 * blocks_norm(A, bound=bound) * into
+            if K is not None:
+                into = blocks_norm(Fold.complex(K), bound=bound) / STRIDE
+                sizes[i, i] += into**2
+        assert sizes is not None
+        return torch.linalg.matrix_norm(sizes, ord=2) * (1 + 1e-10)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, size={self.sizes[0]}, m={self.m:g}, normalize={self.normalize}"
+
+
+def even(n: int) -> int:
+    return n + n % STRIDE
+
+
+def folded_sum(blocks: Tensor) -> Tensor:
+    """(frequency, ...) summed over the four that fold together: (coarse frequency, ...)."""
+    return blocks.view(STRIDE, -1, STRIDE, *blocks.shape[1:]).sum(dim=(0, 2))
+
+
+def unfolded(blocks: Tensor) -> Tensor:
+    """(coarse frequency, ...) repeated for the four frequencies of each."""
+    shape = (STRIDE, len(blocks), STRIDE, *blocks.shape[1:])
+    return blocks[None, :, None].expand(shape).reshape(-1, *blocks.shape[1:])
+
+
+@dataclass
+class Fold:
+    """A map K_f at every frequency f, summed over those that fold together: real (alias, coarse, 2 O, row alias 2 I)."""
+
+    table: Tensor
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> Fold:
+        split = real(blocks).view(STRIDE, -1, STRIDE, 2 * blocks.shape[1], 2 * blocks.shape[2])
+        return cls(split.permute(0, 1, 3, 2, 4).flatten(3))
+
+    @staticmethod
+    def complex(blocks: Tensor) -> Tensor:
+        """The whole map at every coarse frequency: (coarse, O, four I)."""
+        split = blocks.view(STRIDE, -1, STRIDE, *blocks.shape[1:])
+        return split.permute(1, 3, 0, 2, 4).flatten(2)
+
+    def sum(self, spectra: Tensor) -> Tensor:
+        """The sum of K_f z^_f over the frequencies that fold together: (coarse, 2 O, batch)."""
+        split = spectra.view(*self.table.shape[:2], self.table.shape[3], spectra.shape[2])
+        return torch.baddbmm(torch.bmm(self.table[0], split[0]), self.table[1], split[1])
+
+    def lift(self, spectra: Tensor) -> Tensor:
+        """K_f^H y^ at every frequency: (frequency, 2 I, batch), the adjoint of :meth:`sum`."""
+        aliases, coarse, _, inputs = self.table.shape
+        lifted = torch.matmul(self.table.mT, spectra)
+        return lifted.view(aliases * coarse * STRIDE, inputs // STRIDE, spectra.shape[2])
+
+    def down(self, spectra: Tensor) -> Tensor:
+        """The spectrum of S z: dropping pixels averages the frequencies that fold together (D19)."""
+        return self.sum(spectra) / STRIDE**2
+
+    def up(self, spectra: Tensor) -> Tensor:
+        """The spectrum of S^T y: zeros between pixels repeat the spectrum."""
+        return self.lift(spectra)
+
+
+@dataclass
+class Tier:
+    """What a product with W needs of one tier."""
+
+    within: Tensor
+    A: Tensor
+    fold: Fold | None
+
+
+@dataclass
+class Factors:
+    """What the resolvent needs of one tier: P^-1, A, and where S is, S, K P^-1 and (P^-1 K^H G^-1)^H."""
+
+    inverse: Tensor
+    A: Tensor
+    fold: Fold | None = None
+    left: Fold | None = None
+    right: Fold | None = None

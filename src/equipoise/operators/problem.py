@@ -1,0 +1,110 @@
+"""The equilibrium of a monotone operator and a proximal activation, its structure visible to the splitting solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.layout import Layout, leaves, rebuild
+from equipoise.operators.activations import BorderZero, ProximalActivation
+from equipoise.operators.activations import activation as proximal
+from equipoise.operators.base import MonotoneOperator
+from equipoise.operators.spectrum import images, memory
+from equipoise.scope import Scope
+from equipoise.solvers.splitting import Splitting
+
+
+class MonotoneProblem(nn.Module):
+    """f(z, bias) = s(W z + bias): one equilibrium for every bias, whatever the weights (theorem 1).
+
+    Args:
+        operator: W, e.g. ``MonotoneConv2d``. Where it has a border, s is set to 0 there (C.2).
+        activation: s, a proximal activation or the name of one: "relu", "tanh", ...
+
+    Example:
+        >>> op = eq.operators.MonotoneLinear(64)
+        >>> layer = eq.Equilibrium(eq.operators.MonotoneProblem(op, "relu"), solver=eq.PeacemanRachford())
+        >>> z = layer(bias)    # bias = U x + b, (batch, 64)
+    """
+
+    def __init__(self, operator: MonotoneOperator, activation: str | Callable[..., Any] = "relu"):
+        super().__init__()
+        if not isinstance(operator, MonotoneOperator):
+            raise TypeError(
+                f"operator is a {type(operator).__name__}; it must be a monotone operator such as MonotoneLinear(64)."
+            )
+        self.operator = operator
+        self.activation = proximal(activation)
+        self.activations = [
+            self.activation if size is None else BorderZero(self.activation, size) for size in operator.inner
+        ]
+
+    def forward(self, z: Any, bias: Any) -> Any:
+        pre = self.preactivation(z, bias)
+        parts = [s(part) for s, (_, part) in zip(self.activations, leaves(pre, "z"), strict=True)]
+        return rebuild(z, parts)
+
+    def preactivation(self, z: Any, bias: Any) -> Any:
+        """W z + bias. The bias may be given for the first tiers only."""
+        given, parts = [part for _, part in leaves(bias, "bias")], [part for _, part in leaves(z, "z")]
+        if len(given) > len(parts):
+            raise ValueError(f"bias has {len(given)} tensors, z has {len(parts)}: give one for each tier, or fewer.")
+        for i, (b, part) in enumerate(zip(given, parts, strict=False)):
+            if b.shape != part.shape:
+                raise ValueError(f"bias{f'[{i}]' if len(parts) > 1 else ''} is {tuple(b.shape)}, z {tuple(part.shape)}.")
+        if not any(part.requires_grad or bool(part.any()) for part in parts):
+            return rebuild(z, self.at_zero(parts, given))
+        image = [part for _, part in leaves(self.operator(z), "W z")]
+        return rebuild(z, [part + given[i] if i < len(given) else part for i, part in enumerate(image)])
+
+    def at_zero(self, parts: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """W 0 + bias, where nearly every solve starts, without a product; in the graph of the weights all the same."""
+        nothing = 0.0
+        if torch.is_grad_enabled():
+            nothing = sum((0 * p.flatten()[0] for p in self.operator.parameters() if p.requires_grad), start=0.0)
+        full = [given[i] if i < len(given) else torch.zeros_like(part) for i, part in enumerate(parts)]
+        return [arranged(part) + nothing for part in full]
+
+    def splitting(self, layout: Layout, scope: Scope, bias: Any) -> Splitting:
+        """The structure of this f within a solve, on rows."""
+        given = [part for _, part in leaves(bias, "bias")]
+        missing = [
+            given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
+        ]
+        rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
+        return Splitting(self.operator, OnRows(self.activations, layout), rows, layout, scope)
+
+
+class OnRows:
+    """An activation for each tensor of a value, applied to its rows."""
+
+    def __init__(self, activations: Sequence[ProximalActivation], layout: Layout):
+        self.activations, self.layout = activations, layout
+
+    def each(self, function: Callable[[ProximalActivation, Tensor], Tensor], rows: Tensor) -> Tensor:
+        parts = [part for _, part in leaves(self.layout.unpack(rows), "z")]
+        done = [function(s, part) for s, part in zip(self.activations, parts, strict=True)]
+        return self.layout.pack(rebuild(self.layout.nesting, done))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.each(lambda s, part: s(part), rows)
+
+    def prox(self, rows: Tensor, alpha: float) -> Tensor:
+        return self.each(lambda s, part: s.prox(part, alpha), rows)
+
+    def reflect(self, rows: Tensor, alpha: float) -> Tensor:
+        return self.each(lambda s, part: s.reflect(part, alpha), rows)
+
+    def derivative(self, rows: Tensor) -> Tensor:
+        return self.each(lambda s, part: s.derivative(part), rows)
+
+    def take(self, rows: Tensor) -> OnRows:
+        return self
+
+
+def arranged(part: Tensor) -> Tensor:
+    """Images in the memory order in which operators compute; vectors as they are."""
+    return images(memory(part)) if part.dim() == 4 else part

@@ -1,0 +1,291 @@
+"""Operator splitting for monotone equilibria z = s(W z + b): forward-backward, Peaceman-Rachford, Douglas-Rachford.
+
+With s = prox_f, z is the equilibrium if and only if 0 is in F(z) + G(z), F(z) = (I - W) z - b, G the subdifferential of
+f (theorem 1). The resolvent of F is (I + alpha (I - W))^-1 (z + alpha b), that of G is prox_f^alpha; the methods here
+apply them in turn. Iterates are those at which the residual of f itself comes for nothing: after the resolvent of F,
+W z + b is known without a product with W.
+
+E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020); E. K. Ryu, S. Boyd, "Primer on monotone
+operator methods" (2016).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from equipoise.layout import Layout, select
+from equipoise.problem import Problem
+from equipoise.scope import Scope
+from equipoise.solvers.acceleration import Acceleration
+from equipoise.solvers.base import Solver, State
+from equipoise.validation import options, require
+
+
+class Prox(Protocol):
+    """The nonlinearity s = prox_f^1 on rows, and prox_f^alpha."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+    def prox(self, x: Tensor, alpha: float, /) -> Tensor: ...
+    def reflect(self, x: Tensor, alpha: float, /) -> Tensor: ...  # 2 prox - identity
+    def derivative(self, x: Tensor, /) -> Tensor: ...
+    def take(self, rows: Tensor, /) -> Prox: ...
+
+
+class Diagonal:
+    """x -> slope x with 0 <= slope <= 1: s linearised. slope = (1 + D)^-1, f(z) = D z^2 / 2 (theorem 3)."""
+
+    def __init__(self, slope: Tensor):
+        self.slope = slope
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.slope * x
+
+    def prox(self, x: Tensor, alpha: float) -> Tensor:
+        """x / (1 + alpha D), which is 0 where D is infinite; algorithms 3 and 4 print it wrongly."""
+        if alpha == 1:
+            return self(x)
+        return x * (self.slope / (self.slope + alpha * (1 - self.slope)))
+
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        return self.prox(x, alpha).mul_(2).sub_(x)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return self.slope
+
+    def take(self, rows: Tensor) -> Diagonal:
+        return Diagonal(select(self.slope, rows))
+
+
+class Transposed:
+    """An operator or a resolvent with its adjoint in its place."""
+
+    def __init__(self, operator: Any):
+        self.operator = operator
+        self.adjoint = operator
+
+    def __call__(self, z: Any) -> Any:
+        return self.operator.adjoint(z)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.operator, name)  # m and norms are those of the operator
+
+    def resolvent(self, alpha: float) -> Transposed:
+        return Transposed(self.operator.resolvent(alpha))
+
+
+class Splitting:
+    """z = s(W z + b) on rows, as splitting solvers see it.
+
+    Args:
+        operator: W, an :class:`equipoise.operators.MonotoneOperator` or the like of it.
+        activation: s on rows.
+        bias: b as rows.
+        layout: how rows and values correspond.
+        scope: of the solve, in which weights are derived once.
+    """
+
+    def __init__(self, operator: Any, activation: Prox, bias: Tensor, layout: Layout, scope: Scope):
+        self.operator, self.activation, self.bias = operator, activation, bias
+        self.layout, self.scope = layout, scope
+        self.resolvents: dict[float, Any] = {}
+        self.alpha: float | None = None  # chosen by a solver
+
+    def product(self, rows: Tensor) -> Tensor:
+        """W z."""
+        with self.scope.entered():
+            return self.layout.pack(self.operator(self.layout.unpack(rows)))
+
+    def product_adjoint(self, rows: Tensor) -> Tensor:
+        """W^T z."""
+        with self.scope.entered():
+            return self.layout.pack(self.operator.adjoint(self.layout.unpack(rows)))
+
+    def preactivation(self, rows: Tensor) -> Tensor:
+        """W z + b; without a product at 0, where nearly every solve starts."""
+        return self.product(rows) + self.bias if bool(rows.any()) else self.bias
+
+    def solve(self, rows: Tensor, alpha: float) -> Tensor:
+        """The resolvent of F, (I + alpha (I - W))^-1 (z + alpha b)."""
+        if alpha not in self.resolvents:
+            self.resolvents[alpha] = self.operator.resolvent(alpha)
+        shifted = torch.add(rows, self.bias, alpha=alpha)
+        return self.layout.pack(self.resolvents[alpha](self.layout.unpack(shifted)))
+
+    def take(self, rows: Tensor, scope: Scope) -> Splitting:
+        """The same for some samples."""
+        taken = copy.copy(self)
+        taken.scope, taken.bias, taken.activation = scope, select(self.bias, rows), self.activation.take(rows)
+        return taken
+
+    def adjoint(self, pre: Tensor, cotangent: Tensor) -> Splitting:
+        """The backward pass as a splitting problem of the same form (theorem 3).
+
+        (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
+        """
+        slope = Diagonal(self.activation.derivative(pre))
+        return Splitting(Transposed(self.operator), slope, cotangent, self.layout, self.scope)
+
+
+class SplittingSolver(Solver):
+    """A solver that needs to see the structure of f."""
+
+    structured = True
+    alpha: float | str
+
+    def check_alpha(self) -> None:
+        if isinstance(self.alpha, str):
+            require(self, "alpha", among=("auto",))
+        else:
+            require(self, "alpha", above=0.0)
+
+    def structure(self, problem: Problem) -> tuple[Splitting, float]:
+        """What f shows, and the step to use."""
+        split = problem.splitting()
+        if split is None:
+            raise TypeError(
+                f"{type(self).__name__} needs to see z = s(W z + b) in f, and f shows no such structure: make f an "
+                "equipoise.operators.MonotoneProblem(operator, activation), or solve by Anderson, Broyden or Picard."
+            )
+        if split.alpha is None:
+            split.alpha = self.automatic(split.operator) if isinstance(self.alpha, str) else float(self.alpha)
+        return split, split.alpha
+
+    def automatic(self, operator: Any) -> float:
+        """The step that suits the operator."""
+        raise NotImplementedError
+
+
+@dataclass
+class ForwardBackwardState(State):
+    """Adds W z + b."""
+
+    pre: Tensor
+
+
+@options
+class ForwardBackward(SplittingSolver):
+    """z <- prox_f^alpha(z - alpha F(z)): a damped step of f (eq. 6, algorithm 1). Converges for alpha < 2 m / L^2.
+
+    Args:
+        alpha: the step; "auto" is m / L^2 with a bound L of ||I - W||, where convergence is certain.
+
+    Example:
+        >>> eq.fixed_point(eq.operators.MonotoneProblem(op, "relu"), z0, bias, solver=eq.ForwardBackward(0.1))
+    """
+
+    alpha: float | str = "auto"
+
+    def __post_init__(self) -> None:
+        self.check_alpha()
+
+    def automatic(self, operator: Any) -> float:
+        return operator.m / operator.lipschitz_bound() ** 2
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> ForwardBackwardState:
+        split, _ = self.structure(problem)
+        return ForwardBackwardState(z, image, split.preactivation(z))
+
+    def step(self, problem: Problem, state: ForwardBackwardState) -> ForwardBackwardState:
+        split, alpha = self.structure(problem)
+        z = split.activation.prox(torch.lerp(state.z, state.pre, alpha), alpha)
+        problem.count.add(len(z))
+        pre = split.preactivation(z)
+        return ForwardBackwardState(z, split.activation(pre), pre)
+
+
+@dataclass
+class ReflectionState(State):
+    """Adds u, which is reflected next, and what acceleration remembers of it."""
+
+    u: Tensor
+    memory: Acceleration | None
+
+    def take(self, rows: Tensor) -> ReflectionState:
+        taken = super().take(rows)
+        taken.memory = self.memory.take(rows) if self.memory is not None else None
+        return taken
+
+
+class ReflectionSolver(SplittingSolver):
+    """u <- (1 - relaxation) u + relaxation C_F C_G u, where C = 2 R - I is a resolvent reflected (eq. A10)."""
+
+    relaxation: float
+    memory: int
+
+    def automatic(self, operator: Any) -> float:
+        # The best step for a symmetric I - W with eigenvalues between m and L, and near the best for others.
+        return 1 / math.sqrt(operator.m * operator.lipschitz_estimate())
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
+        # What u would be if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
+        split, alpha = self.structure(problem)
+        u = torch.lerp(z, split.preactivation(z), alpha)
+        return ReflectionState(z, image, u, Acceleration.start(u, self.memory) if self.memory else None)
+
+    def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
+        split, alpha = self.structure(problem)
+        half = split.activation.reflect(state.u, alpha)
+        problem.count.add(len(half))
+        z = split.solve(half, alpha)
+        # (1 + alpha) z - alpha W z = half + alpha b, so that this is s(W z + b).
+        image = split.activation(torch.lerp(half, z, (1 + alpha) / alpha))
+        u = torch.lerp(half, z, 2.0)
+        if self.relaxation != 1:
+            u = torch.lerp(state.u, u, self.relaxation)
+        if state.memory is not None:
+            u = state.memory.next(state.u, u)
+        return ReflectionState(z, image, u, state.memory)
+
+
+@options
+class PeacemanRachford(ReflectionSolver):
+    """Peaceman-Rachford splitting (eq. 7, algorithm 2): converges for every alpha > 0 when I - W >= m I.
+
+    Args:
+        alpha: the step, which sets the rate and not the result; "auto" is 1 / sqrt(m L), L about ||I - W||.
+        memory: differences kept by a safeguarded Anderson acceleration of u; 0 is none. The equilibrium is still
+            reached from everywhere, the linear rate is no longer promised.
+
+    Example:
+        >>> eq.Equilibrium(eq.operators.MonotoneProblem(op, "relu"), initial=op.shape, solver=eq.PeacemanRachford())
+    """
+
+    alpha: float | str = "auto"
+    memory: int = 0
+
+    @property
+    def relaxation(self) -> float:  # type: ignore[override]
+        return 1.0
+
+    def __post_init__(self) -> None:
+        self.check_alpha()
+        require(self, "memory", at_least=0, whole=True)
+
+
+@options
+class DouglasRachford(ReflectionSolver):
+    """Douglas-Rachford splitting, relaxed: the average of Peaceman-Rachford's step with none.
+
+    Args:
+        alpha: as in :class:`PeacemanRachford`.
+        relaxation: the share of the step; 1/2 is the method itself, 1 is Peaceman-Rachford.
+        memory: as in :class:`PeacemanRachford`.
+
+    Example:
+        >>> eq.fixed_point(eq.operators.MonotoneProblem(op, "relu"), z0, bias, solver=eq.DouglasRachford(0.5))
+    """
+
+    alpha: float | str = "auto"
+    relaxation: float = 0.5
+    memory: int = 0
+
+    def __post_init__(self) -> None:
+        self.check_alpha()
+        require(self, "relaxation", above=0.0, at_most=1.0)
+        require(self, "memory", at_least=0, whole=True)

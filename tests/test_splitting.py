@@ -1,0 +1,445 @@
+"""Splitting solvers find the equilibrium of a monotone problem and its gradients, as the dense truth has them."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import equipoise as eq
+from corpus import DOUBLE, flatten, per_sample, randn, true_residual, unflatten
+from dense import Spec, differentiable_equilibrium, equilibrium, unrow
+from equipoise import operators as ops
+
+TIGHT = eq.Tolerance(relative=1e-12, max_steps=5000, patience=None)
+SPECS = {
+    "dense": Spec(6, None, 0.5),
+    "conv": Spec(2, (3, 2), 0.5, True),
+    "multitier": Spec((2, 1), (3, 2), 0.5, True),
+}
+ACTIVATIONS = {
+    "relu": (ops.ReLU(), torch.relu),
+    "leaky-relu": (ops.LeakyReLU(slope=0.3), functools.partial(F.leaky_relu, negative_slope=0.3)),
+    "tanh": (ops.Tanh(), torch.tanh),
+    "sigmoid": (ops.Sigmoid(), torch.sigmoid),
+    "softplus": (ops.Softplus(), F.softplus),
+    "soft-threshold": (ops.SoftThreshold(threshold=0.2), functools.partial(F.softshrink, lambd=0.2)),
+    "hard-tanh": (ops.HardTanh(), F.hardtanh),
+}
+SMOOTH = ["tanh", "sigmoid", "softplus"]
+SOLVERS = {
+    "fb": eq.ForwardBackward(),
+    "pr": eq.PeacemanRachford(),
+    "pr-memory": eq.PeacemanRachford(memory=3),
+    "dr": eq.DouglasRachford(),
+    "dr-memory": eq.DouglasRachford(memory=3),
+}
+
+each_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+each_kind = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+class Case:
+    """An operator, an activation, a bias, and their equilibrium by dense algebra."""
+
+    def __init__(self, spec, name="relu", batch=3, seed=0, scale=0.3):
+        self.spec = spec
+        self.op = spec.build(seed=seed, scale=scale)
+        self.activation, self.s = ACTIVATIONS[name]
+        self.problem = ops.MonotoneProblem(self.op, self.activation)
+        self.bias = spec.randn(batch, seed=seed + 1)
+
+    def answer(self, bias=None):
+        with torch.no_grad():
+            rows = per_sample(self.bias if bias is None else bias)
+            return equilibrium(self.spec.matrix(self.op), self.s, rows, self.spec.interior())
+
+    def graph(self, order=1):
+        """The same with exact derivatives."""
+        W = self.spec.matrix(self.op)
+        return differentiable_equilibrium(W, self.s, per_sample(self.bias), self.spec.interior(), order)
+
+    def zeros(self):
+        return unflatten(self.bias, [torch.zeros_like(leaf) for leaf in flatten(self.bias)])
+
+    def lipschitz(self):
+        W = self.spec.matrix(self.op).detach()
+        return float(torch.linalg.matrix_norm(torch.eye(len(W), dtype=DOUBLE) - W, ord=2))
+
+    def solve(self, solver, tolerance=TIGHT, **options):
+        return eq.fixed_point(self.problem, self.zeros(), self.bias, solver=solver, tolerance=tolerance, **options)
+
+    def sources(self):
+        """Bias and parameters, ready for gradients."""
+        return [leaf.requires_grad_() for leaf in flatten(self.bias)] + list(self.op.parameters())
+
+    def names(self):
+        return ["bias"] * len(flatten(self.bias)) + [name for name, _ in self.op.named_parameters()]
+
+
+def assert_solved(case, sol, tolerance=1e-8):
+    assert sol.converged.all()
+    torch.testing.assert_close(per_sample(sol.value).detach(), case.answer(), rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        again = true_residual(case.problem, sol.value, case.bias)
+    torch.testing.assert_close(sol.stats.residual, again, rtol=0.01, atol=2e-14)
+
+
+# The equilibrium
+
+
+@each_kind
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@each_solver
+def test_finds_the_dense_equilibrium(spec, name, solver):
+    case = Case(spec, name)
+    with torch.no_grad():
+        assert_solved(case, case.solve(solver))
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["relu", "tanh", "soft-threshold"])
+@pytest.mark.parametrize("alpha", [0.1, 1, 4.0])
+@pytest.mark.parametrize("memory", [0, 3])
+@pytest.mark.parametrize("method", [eq.PeacemanRachford, eq.DouglasRachford])
+def test_any_alpha_gives_the_same_point(spec, name, alpha, memory, method):
+    case = Case(spec, name)
+    with torch.no_grad():
+        assert_solved(case, case.solve(method(alpha=alpha, memory=memory)))
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["relu", "softplus"])
+@pytest.mark.parametrize("fraction", [0.2, 0.9])
+def test_forward_backward_below_its_bound(spec, name, fraction):
+    case = Case(spec, name)
+    alpha = fraction * 2 * spec.m / case.lipschitz() ** 2
+    with torch.no_grad():
+        assert_solved(case, case.solve(eq.ForwardBackward(alpha=alpha)))
+
+
+@pytest.mark.parametrize("relaxation", [0.2, 0.5, 0.9])
+def test_douglas_rachford_at_any_relaxation(relaxation):
+    case = Case(SPECS["dense"])
+    with torch.no_grad():
+        assert_solved(case, case.solve(eq.DouglasRachford(relaxation=relaxation)))
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh"])
+@pytest.mark.parametrize("m", [0.1, 0.01])
+@pytest.mark.parametrize("memory", [0, 3])
+def test_weak_monotonicity(name, m, memory):
+    case = Case(Spec(6, None, m), name)
+    with torch.no_grad():
+        assert_solved(case, case.solve(eq.PeacemanRachford(memory=memory)), tolerance=1e-7)
+
+
+def test_the_input_may_enter_the_first_tiers_only():
+    case = Case(Spec((2, 1, 2), (3, 4), 0.5, True))
+    whole = unflatten(case.bias, [case.bias[0], *map(torch.zeros_like, case.bias[1:])])
+    known = case.answer(whole)
+    for bias in (whole, case.bias[:1], (case.bias[0], torch.zeros_like(case.bias[1]))):
+        with torch.no_grad():
+            sol = eq.fixed_point(case.problem, case.zeros(), bias, solver=eq.PeacemanRachford(), tolerance=TIGHT)
+        torch.testing.assert_close(per_sample(sol.value), known, rtol=1e-8, atol=1e-8)
+
+
+@each_kind
+@each_solver
+def test_single_precision(spec, solver):
+    case = Case(spec, "tanh")
+    known = case.answer()
+    case.op.float()
+    bias = unflatten(case.bias, [leaf.float() for leaf in flatten(case.bias)])
+    z0 = unflatten(bias, [torch.zeros_like(leaf) for leaf in flatten(bias)])
+    with torch.no_grad():
+        sol = eq.fixed_point(
+            case.problem, z0, bias, solver=solver, tolerance=eq.Tolerance(relative=1e-5, max_steps=1000)
+        )
+    assert sol.converged.all()
+    assert {leaf.dtype for leaf in flatten(sol.value)} == {torch.float32}
+    torch.testing.assert_close(per_sample(sol.value).double(), known, rtol=1e-3, atol=1e-3)
+
+
+@each_kind
+def test_equilibrium_module(spec):
+    case = Case(spec)
+    layer = eq.Equilibrium(case.problem, initial=case.op.shape, solver=eq.PeacemanRachford(), tolerance=TIGHT)
+    with torch.no_grad():
+        torch.testing.assert_close(per_sample(layer(case.bias)), case.answer(), rtol=1e-8, atol=1e-8)
+    names = {name.rpartition("operator.")[2] for name, _ in layer.named_parameters()}
+    assert names == {name for name, _ in case.op.named_parameters()}
+
+
+@each_kind
+@each_solver
+def test_a_warm_start_saves_steps(spec, solver):
+    case = Case(spec, "tanh")
+    tolerance = eq.Tolerance(relative=1e-9, max_steps=5000, patience=None)
+    with torch.no_grad():
+        cold = case.solve(solver, tolerance)
+        warm = eq.fixed_point(
+            case.problem, unrow(case.answer(), case.bias), case.bias, solver=solver, tolerance=tolerance
+        )
+        near = unrow(case.answer() + 1e-6 * randn(*case.answer().shape, seed=5), case.bias)
+        close = eq.fixed_point(case.problem, near, case.bias, solver=solver, tolerance=tolerance)
+    assert (warm.stats.steps == 1).all()
+    assert (close.stats.steps < cold.stats.steps).all()
+
+
+# Gradients
+
+
+def loss(rows):
+    return (rows * randn(*rows.shape, seed=8)).sum() + 0.5 * rows.square().sum()
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["relu", "leaky-relu", "tanh", "softplus", "soft-threshold"])
+@each_solver
+def test_every_gradient_is_the_dense_one(spec, name, solver):
+    case = Case(spec, name)
+    sources = case.sources()
+    sol = case.solve(solver)
+    found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+    known = torch.autograd.grad(loss(case.graph()), sources)
+    for source, one, other in zip(case.names(), found, known, strict=True):
+        assert (one - other).abs().max() <= 1e-8 * max(1, other.abs().max()), source
+    assert sol.backward is not None
+    assert sol.backward.converged.all()
+    assert (sol.backward.residual <= TIGHT.relative).all()
+
+
+@each_kind
+@pytest.mark.parametrize("alpha", [0.1, 4.0])
+def test_gradients_do_not_depend_on_alpha(spec, alpha):
+    """Also when the backward solve uses another alpha: the resolvent in use must be its own."""
+    case = Case(spec, "tanh")
+    sources = case.sources()
+    known = torch.autograd.grad(loss(case.graph()), sources)
+    for backward in (None, eq.PeacemanRachford(alpha=0.7), eq.DouglasRachford(alpha=2.0), eq.GMRES()):
+        sol = case.solve(eq.PeacemanRachford(alpha=alpha), gradient=eq.ImplicitGradient(solver=backward))
+        found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+        for source, one, other in zip(case.names(), found, known, strict=True):
+            assert (one - other).abs().max() <= 1e-8 * max(1, other.abs().max()), (source, backward)
+
+
+def test_gradients_of_a_bias_in_the_first_tier_only():
+    case = Case(Spec((1, 2), (2, 3), 0.5, True), "tanh")
+    first = case.bias[0].requires_grad_()
+    case.bias = (first, torch.zeros_like(case.bias[1]))
+    sol = eq.fixed_point(case.problem, case.zeros(), (first,), solver=eq.PeacemanRachford(), tolerance=TIGHT)
+    sources = [first, *case.op.parameters()]
+    found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+    known = torch.autograd.grad(loss(case.graph()), sources)
+    for one, other in zip(found, known, strict=True):
+        assert (one - other).abs().max() <= 1e-8
+
+
+@pytest.mark.parametrize("spec", [Spec(3, None, 0.5), Spec(1, (1, 2), 0.5, True)], ids=["dense", "conv"])
+@pytest.mark.parametrize("name", ["relu", "tanh"])
+def test_gradients_match_finite_differences(spec, name):
+    case = Case(spec, name, batch=2)
+
+    def f(*sources):
+        return per_sample(case.solve(eq.PeacemanRachford()).value)
+
+    assert torch.autograd.gradcheck(f, case.sources(), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("solver", [eq.PeacemanRachford(), eq.ForwardBackward()], ids=["pr", "fb"])
+def test_second_derivatives(spec, name, solver):
+    case = Case(spec, name, batch=2)
+    sources = case.sources()
+
+    def second(rows):
+        first = torch.autograd.grad(loss(rows), sources, create_graph=True)
+        mixed = sum((g * randn(*g.shape, seed=i)).sum() for i, g in enumerate(first) if g.dim())
+        return torch.autograd.grad(mixed, sources)
+
+    found, known = second(per_sample(case.solve(solver).value)), second(case.graph(order=2))
+    for source, one, other in zip(case.names(), found, known, strict=True):
+        assert (one - other).abs().max() <= 1e-7 * max(1, other.abs().max()), source
+
+
+@each_kind
+def test_training_lowers_a_loss_and_stays_exact(spec):
+    """The resolvent in use is that of the weights after every step of the optimiser."""
+    case = Case(spec)
+    optimizer = torch.optim.Adam(case.op.parameters(), lr=0.05)
+    target = randn(*per_sample(case.bias).shape, seed=4).abs()
+    losses = []
+    for _ in range(4):
+        sol = case.solve(eq.PeacemanRachford())
+        assert_solved(case, sol)
+        value = (per_sample(sol.value) - target).square().mean()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+
+
+# Samples are independent
+
+
+@each_kind
+@each_solver
+def test_a_sample_does_not_feel_its_batch(spec, solver):
+    case = Case(spec, "tanh", batch=16)
+    tolerance = eq.Tolerance(relative=1e-11, max_steps=5000, patience=None)
+    with torch.no_grad():
+        together = case.solve(solver, tolerance)
+        for i in (0, 9):
+            bias = unflatten(case.bias, [leaf[i : i + 1] for leaf in flatten(case.bias)])
+            z0 = unflatten(bias, [torch.zeros_like(leaf) for leaf in flatten(bias)])
+            alone = eq.fixed_point(case.problem, z0, bias, solver=solver, tolerance=tolerance)
+            assert abs(int(alone.stats.steps) - int(together.stats.steps[i])) <= 1
+            torch.testing.assert_close(per_sample(alone.value)[0], per_sample(together.value)[i], rtol=1e-9, atol=1e-9)
+
+
+@each_kind
+@each_solver
+def test_finished_samples_are_left_out(spec, solver):
+    """Samples of very different difficulty: half of them start at their answer."""
+    case = Case(spec, "tanh", batch=16)
+    with torch.no_grad():
+        z0 = case.answer()
+        z0[::2] = 0
+        options = {"solver": solver, "tolerance": TIGHT}
+        sol = eq.fixed_point(case.problem, unrow(z0, case.bias), case.bias, **options)
+        whole = eq.fixed_point(case.problem, unrow(z0, case.bias), case.bias, compact=False, **options)
+    assert_solved(case, sol)
+    assert sol.stats.rows < 0.8 * whole.stats.rows
+    assert torch.equal(sol.stats.steps, whole.stats.steps)
+    torch.testing.assert_close(per_sample(sol.value), per_sample(whole.value), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_gathered_samples():
+    case = Case(SPECS["conv"], "tanh", batch=12)
+    case.bias = case.bias * torch.logspace(-3, 1, 12, dtype=DOUBLE)[:, None, None, None]
+    sources = case.sources()
+    found = torch.autograd.grad(loss(per_sample(case.solve(eq.PeacemanRachford()).value)), sources)
+    known = torch.autograd.grad(loss(case.graph()), sources)
+    for one, other in zip(found, known, strict=True):
+        assert (one - other).abs().max() <= 1e-8 * max(1, other.abs().max())
+
+
+# Failure is loud
+
+
+@each_solver
+def test_running_out_of_steps_is_reported(solver):
+    case = Case(SPECS["dense"])
+    few = eq.Tolerance(relative=1e-12, max_steps=3)
+    with torch.no_grad():
+        with pytest.warns(eq.ConvergenceWarning, match="3 MAX_STEPS"):
+            sol = case.solve(solver, few)
+        assert (sol.stats.steps == 3).all()
+        assert (sol.result == eq.Result.MAX_STEPS).all()
+        again = true_residual(case.problem, sol.value, case.bias)
+        torch.testing.assert_close(sol.stats.residual, again, rtol=1e-6, atol=1e-12)
+        with pytest.raises(eq.ConvergenceError, match="the forward solve failed for 3 of 3 samples"):
+            case.solve(solver, few, on_failure="raise")
+        case.solve(solver, few, on_failure="ignore")
+
+
+def test_forward_backward_above_its_bound_is_reported():
+    case = Case(Spec(6, None, 0.1), "leaky-relu", scale=2.0)
+    alpha = 20 * 2 * case.spec.m / case.lipschitz() ** 2
+    tolerance = eq.Tolerance(relative=1e-8, max_steps=2000)
+    with torch.no_grad():
+        with pytest.warns(eq.ConvergenceWarning, match="forward solve failed"):
+            sol = case.solve(eq.ForwardBackward(alpha=alpha), tolerance)
+        assert not sol.converged.any()
+        assert torch.isfinite(per_sample(sol.value)).all()
+        with pytest.raises(eq.ConvergenceError):
+            case.solve(eq.ForwardBackward(alpha=alpha), tolerance, on_failure="raise")
+
+
+def test_a_bad_sample_spoils_no_other():
+    case = Case(SPECS["conv"], "tanh")
+    good = case.answer()
+    flatten(case.bias)[0][1, 0, 0, 0] = float("nan")
+    with torch.no_grad():
+        sol = case.solve(eq.PeacemanRachford(), on_failure="ignore")
+    assert sol.result.tolist() == [eq.Result.CONVERGED, eq.Result.NONFINITE, eq.Result.CONVERGED]
+    torch.testing.assert_close(per_sample(sol.value)[[0, 2]], good[[0, 2]], rtol=1e-8, atol=1e-8)
+    assert torch.isfinite(per_sample(sol.value)).all()
+
+
+@each_solver
+def test_an_f_without_structure_is_refused(solver):
+    x = torch.ones(2, 3)
+    for f in (lambda z, x: torch.relu(0.1 * z + x), torch.nn.Linear(3, 3)):
+        with pytest.raises(TypeError, match=r"(?s)MonotoneProblem.*(Anderson|Picard)"):
+            eq.fixed_point(f, torch.zeros(2, 3), x, solver=solver)
+
+
+METHODS = [eq.ForwardBackward, eq.PeacemanRachford, eq.DouglasRachford]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("alpha", "error"),
+    [
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ("Auto", (TypeError, ValueError)),
+        (True, TypeError),
+        (None, TypeError),
+        (torch.ones(()), TypeError),
+    ],
+)
+def test_bad_alpha(method, alpha, error):
+    with pytest.raises(error, match=rf"{method.__name__}\.alpha is .*above 0.*'auto'") as caught:
+        method(alpha=alpha)
+    assert repr(alpha) in str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize(("memory", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
+def test_bad_memory(method, memory, error):
+    with pytest.raises(error, match=rf"{method.__name__}.memory is {memory!r}; it must be a whole number at least 0"):
+        method(memory=memory)
+
+
+@pytest.mark.parametrize("relaxation", [0.0, -0.5, float("nan")])
+def test_bad_relaxation(relaxation):
+    with pytest.raises(ValueError, match=rf"DouglasRachford.relaxation is {relaxation!r}; it must be a number above 0"):
+        eq.DouglasRachford(relaxation=relaxation)
+
+
+def test_unknown_option():
+    with pytest.raises(TypeError, match="PeacemanRachford has no option 'aplha'; did you mean 'alpha'"):
+        eq.PeacemanRachford(aplha=1.0)
+
+
+# Any problem
+
+
+@settings(max_examples=30)
+@given(
+    n=st.integers(1, 6),
+    m=st.floats(0.5, 2.0),
+    scale=st.floats(0.0, 0.8),
+    alpha=st.floats(0.05, 20.0),
+    name=st.sampled_from(sorted(ACTIVATIONS)),
+    memory=st.sampled_from([0, 3]),
+    method=st.sampled_from(METHODS[1:]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_dense_problem_at_any_alpha(n, m, scale, alpha, name, memory, method, seed):
+    case = Case(Spec(n, None, m), name, batch=2, seed=seed, scale=scale)
+    tolerance = eq.Tolerance(relative=1e-10, max_steps=20000, patience=None)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sol = case.solve(method(alpha=alpha, memory=memory), tolerance)
+    assert_solved(case, sol, tolerance=1e-7)
