@@ -375,9 +375,12 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
 
 
 def entries(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested tables: a budget may write ``"optimizer.lr" = 1`` with quotes, or without."""
+    """The values in nested tables: a budget may write ``"optimizer.lr" = 1`` with quotes, or without.
+
+    A table with a name, such as ``schedule = {name = "cosine"}``, is another thing and takes the place of the first.
+    """
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "name" not in value:
             yield from entries(value, (*path, key))
         else:
             yield (*path, key), value

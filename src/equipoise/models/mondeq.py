@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.normalize import Normalize
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
-from equipoise.operators.spectrum import embed
+from equipoise.operators.spectrum import embed, images, memory
 from equipoise.solvers import PeacemanRachford
 from equipoise.tolerance import Tolerance
 
@@ -62,23 +64,22 @@ class MonDEQ(nn.Module):
         if (kind == "multitier") == isinstance(channels, int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
-        self.kind, self.size = kind, (shape[1], shape[2])
+        self.kind, self.size, self.pool = kind, (shape[1], shape[2]), pool
         self.normalize = Normalize(mean, std)
         if kind == "dense":
             operator = MonotoneLinear(channels, m=m)  # type: ignore[arg-type]
-            self.inject: nn.Module = nn.Linear(math.prod(shape), operator.features)
-            self.pool, features = nn.Identity(), operator.features
+            self.inject: Any = nn.Linear(math.prod(shape), operator.features)
+            features = operator.features
         elif kind == "conv":
             operator = MonotoneConv2d(channels, self.size, m=m)  # type: ignore[arg-type]
             if pool < 1 or min(self.size) < pool:
                 raise ValueError(f"pool is {pool}; it must be between 1 and the image's side, {min(self.size)}.")
             self.inject = nn.Conv2d(shape[0], operator.channels, 3, padding=1)
-            self.pool = nn.AvgPool2d(pool)
             features = operator.channels * (shape[1] // pool) * (shape[2] // pool)
         else:
             operator = MonotoneMultiTier(tuple(channels), self.size, m=m)  # type: ignore[arg-type]
             self.inject = nn.Conv2d(shape[0], operator.channels[0], 3, padding=1)
-            self.pool, features = nn.Identity(), math.prod(operator.shape[-1])
+            features = math.prod(operator.shape[-1])
         problem = MonotoneProblem(operator, activation)
         self.layer = Equilibrium(problem, initial=operator.shape, solver=PeacemanRachford(), tolerance=TOLERANCE)
         self.head = nn.Linear(features, classes)
@@ -87,25 +88,42 @@ class MonDEQ(nn.Module):
     def operator(self) -> Any:
         return self.layer.f.operator  # type: ignore[attr-defined]
 
-    def bias(self, images: Tensor) -> Any:
-        """U x + b, on the grid of z."""
-        x = self.normalize(images)
+    def bias(self, x: Tensor) -> Any:
+        """U x + b, on the grid of z; x are images of mean 0 and variance 1."""
         if self.kind == "dense":
             return self.inject(x.flatten(1))
-        injected = self.inject(x)
-        if self.kind == "conv":
-            return embed(injected, self.operator.grid)
-        return (embed(injected, self.operator.grids[0]),)  # the input enters the first tier
+        grid = self.operator.grid if self.kind == "conv" else self.operator.grids[0]
+        injected = images(embed(convolved(self.inject, x), grid))
+        return injected if self.kind == "conv" else (injected,)  # the input enters the first tier
 
     def features(self, z: Any) -> Tensor:
-        """What the head reads: z, its image averaged, or the last tier with its border."""
+        """What the head reads: z, its image averaged over squares, or the last tier with its border."""
         if self.kind == "dense":
             return z
-        if self.kind == "conv":
-            return self.pool(z[:, :, : self.size[0], : self.size[1]]).flatten(1)
-        return z[-1].flatten(1)
+        if self.kind == "multitier":
+            return z[-1].flatten(1)
+        height, width = (n // self.pool for n in self.size)
+        kept = memory(z)[: height * self.pool, : width * self.pool]
+        squares = kept.unflatten(1, (width, self.pool)).unflatten(0, (height, self.pool))
+        return images(squares.mean(dim=(1, 3))).flatten(1)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(self.layer(self.bias(images))))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
+
+
+def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """A 3x3 convolution of (batch, C, H, W) images, zeros around them, as (H, W, C, batch).
+
+    The taps of its few input channels are gathered, so that one product gives the order in which operators compute;
+    turning the many output channels round costs more.
+    """
+    padded = F.pad(memory(x), (0, 0, 0, 0, 1, 1, 1, 1))
+    (height, width), (outputs, inputs) = x.shape[2:], layer.weight.shape[:2]
+    taps = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    patches = torch.stack(taps, dim=2).view(height * width, 9 * inputs, len(x))
+    kernel = layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs)
+    assert layer.bias is not None
+    out = torch.baddbmm(layer.bias[:, None].expand(height * width, -1, 1), kernel.expand(height * width, -1, -1), patches)
+    return out.view(height, width, outputs, len(x))
 
 

@@ -205,10 +205,8 @@ class Tanh(SmoothActivation):
         return torch.tanh(x)
 
     def start(self, x: Tensor, alpha: float) -> Tensor:
-        low, high = (
-            (x + (1 - alpha)) / alpha,
-            (x - (1 - alpha)) / alpha,
-        )  # asymptotes: s = -1, s = 1; tangent at 0: p = x
+        # Asymptotes: s = -1 and s = 1; the tangent at 0, where s turns from convex to concave: p = x.
+        low, high = (x + (1 - alpha)) / alpha, (x - (1 - alpha)) / alpha
         return x.clamp(low, high) if alpha > 1 else x.clamp(high, low)
 
     def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -238,8 +236,9 @@ class Sigmoid(SmoothActivation):
         return torch.sigmoid(x)
 
     def start(self, x: Tensor, alpha: float) -> Tensor:
-        low, high = x / alpha, (x - (1 - alpha)) / alpha  # asymptotes: s = 0, s = 1
-        tangent = (x - (1 - alpha) / 2) / (alpha + (1 - alpha) / 4)  # at 0, where s turns from convex to concave
+        # Asymptotes: s = 0 and s = 1; the tangent at 0, where s turns from convex to concave.
+        low, high = x / alpha, (x - (1 - alpha)) / alpha
+        tangent = (x - (1 - alpha) / 2) / (alpha + (1 - alpha) / 4)
         return tangent.clamp(low, high) if alpha > 1 else tangent.clamp(high, low)
 
     def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

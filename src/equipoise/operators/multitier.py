@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
-from equipoise.operators.convolution import BORDER, blocks_norm, checked_size, composed, fresh_kernel
+from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.scope import once_per_solve
 
@@ -92,10 +92,10 @@ class MonotoneMultiTier(MonotoneOperator):
             S = None if S is None else positive(self.s[i]).sqrt() * unit(S)
         return A, B, S
 
-    def blocks(self, i: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """W_ii without S_i, A_i and S_i at every frequency, complex."""
+    def blocks(self, i: int, grid: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """W_ii without S_i, A_i and S_i at every frequency of the tier's grid, or of another, complex."""
         A, B, S = self.kernels(i)
-        transform = self.spectrum(i, A)
+        transform = self.spectrum(i, A) if grid is None else spectrum(grid, A, STRIDE)
         within = transform.blocks(composed(self.m, A, B))
         return within, transform.blocks(A), None if S is None else transform.blocks(S)
 
@@ -140,7 +140,7 @@ class MonotoneMultiTier(MonotoneOperator):
 
     def placed(self, i: int, folded: Tensor) -> Tensor:
         """S_i z, from its spectrum, in the top left of the next grid: (H, W, C, batch)."""
-        return memory(embed(images(self.coarse(i, folded).inverse(folded)), self.grids[i + 1]))
+        return embed(self.coarse(i, folded).inverse(folded), self.grids[i + 1])
 
     def taken(self, i: int, stored: Tensor) -> Tensor:
         """The adjoint of :meth:`placed`, up to the transform: the spectrum of the top left."""
@@ -209,7 +209,7 @@ class MonotoneMultiTier(MonotoneOperator):
         sizes: Tensor | None = None
         into: Tensor | None = None  # ||S_{i-1}||
         for i in range(self.tiers):
-            W, A, K = self.blocks(i)
+            W, A, K = self.blocks(i, None if bound else COARSE)
             sizes = W.real.new_zeros(self.tiers, self.tiers, dtype=torch.float64) if sizes is None else sizes
             identity = torch.eye(self.channels[i], dtype=W.dtype, device=W.device)
             sizes[i, i] = blocks_norm(identity - W, bound=bound)

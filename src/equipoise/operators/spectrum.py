@@ -31,9 +31,9 @@ def images(stored: Tensor) -> Tensor:
     return stored.permute(inverse(ORDER))
 
 
-def embed(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., H, W) images in the top left of a grid, zeros elsewhere."""
-    return F.pad(images, (0, grid[1] - images.shape[-1], 0, grid[0] - images.shape[-2]))
+def embed(stored: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(H, W, C, batch) images in the top left of a grid, zeros elsewhere."""
+    return F.pad(stored, (0, 0, 0, 0, 0, grid[1] - stored.shape[1], 0, grid[0] - stored.shape[0]))
 
 
 class Spectrum:

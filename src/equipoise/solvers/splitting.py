@@ -42,24 +42,30 @@ class Diagonal:
 
     def __init__(self, slope: Tensor):
         self.slope = slope
+        self.factors: dict[float, Tensor] = {}  # of reflections, which are asked for again and again
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.slope * x
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         """x / (1 + alpha D), which is 0 where D is infinite; algorithms 3 and 4 print it wrongly."""
-        if alpha == 1:
-            return self(x)
-        return x * (self.slope / (self.slope + alpha * (1 - self.slope)))
+        return x * self.shrinking(alpha)
+
+    def shrinking(self, alpha: float) -> Tensor:
+        return self.slope if alpha == 1 else self.slope / torch.lerp(self.slope, torch.ones_like(self.slope), alpha)
 
     def reflect(self, x: Tensor, alpha: float) -> Tensor:
-        return self.prox(x, alpha).mul_(2).sub_(x)
+        if alpha not in self.factors:
+            self.factors[alpha] = 2 * self.shrinking(alpha) - 1
+        return x * self.factors[alpha]
 
     def derivative(self, x: Tensor) -> Tensor:
         return self.slope
 
     def take(self, rows: Tensor) -> Diagonal:
-        return Diagonal(select(self.slope, rows))
+        taken = Diagonal(select(self.slope, rows))
+        taken.factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
+        return taken
 
 
 class Transposed:
