@@ -1,6 +1,6 @@
 """equipoise's monDEQ beside a plain implementation of the paper (plain_mondeq.py), with the same weights.
 
-    python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--json FILE]
+    python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--cpu] [--json FILE]
 
 A training step is forward, cross entropy, backward and Adam; evaluation is a forward under no_grad. All run in turns in
 one process after a warm-up; medians are printed, and the median over the rounds of the plain time by the other.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ LOOSE, TIGHT = 1e-2, 1e-5
 FINER = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
 
 Row = dict[str, object]
+Clock = Callable[[], float]
 
 
 # --- the same model twice ---------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def agreement() -> list[Row]:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def compare(name: str, batch: int, rounds: int, scale: float) -> list[Row]:
+def compare(name: str, batch: int, rounds: int, scale: float, clock: Clock) -> list[Row]:
     shape, channels = MODELS[name]
     plain, ours = contenders(shape, channels, batch, scale, torch.float32)
     exact = copy(ours)
@@ -211,7 +212,7 @@ def compare(name: str, batch: int, rounds: int, scale: float) -> list[Row]:
             player.model.train(what == "training")
         for run in runs:  # warm up
             run()
-        times = [[seconds(run) for run in runs] for _ in range(rounds)]
+        times = [[seconds(run, clock) for run in runs] for _ in range(rounds)]
         for i, row in enumerate(rows):
             row[f"{what} ms"] = 1e3 * median(t[i] for t in times)
             row[f"{what} ratio"] = median(t[0] / t[i] for t in times)
@@ -232,10 +233,10 @@ def tune(contender: Contender) -> float:
     return model.alpha
 
 
-def seconds(run: Callable[[], None]) -> float:
-    began = perf_counter()
+def seconds(run: Callable[[], None], clock: Clock) -> float:
+    began = clock()
     run()
-    return perf_counter() - began
+    return clock() - began
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
@@ -265,19 +266,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="images (default 128)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the kernels; training makes it grow")
+    parser.add_argument(
+        "--cpu", action="store_true", help="processor time; with --threads 1 it bears other work beside"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here too")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
     print(f"equipoise {eq.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, ", end="")
     print(f"batch {arguments.batch}, kernels of scale {arguments.scale:g}")
-    if (load := os.getloadavg()[0]) > 0.5:
+    clock = process_time if arguments.cpu else perf_counter
+    if (load := os.getloadavg()[0]) > 0.5 and not arguments.cpu:
         print(f"the load average is {load:.1f}: beside other work, threads wait for each other and times mean little")
     tables = {"the same model? float64, tight solves": agreement()}
     for title, rows in tables.items():
         show(title, rows)
     timings = [
-        row for name in arguments.only for row in compare(name, arguments.batch, arguments.rounds, arguments.scale)
+        row
+        for name in arguments.only
+        for row in compare(name, arguments.batch, arguments.rounds, arguments.scale, clock)
     ]
     title = (
         f"iterations: forward/backward, of the slowest sample; off: from a solve at {TIGHT:.0e}; ratio: plain by this"

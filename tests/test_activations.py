@@ -133,6 +133,18 @@ def test_prox_of_a_smooth_activation_is_right_to_rounding(act, alpha):
             assert abs(double - z) <= 4 * torch.finfo(DOUBLE).eps * noise, (number, double)
 
 
+@smooth
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("alpha", [alpha for alpha in ALPHAS if alpha != 1])
+def test_few_newton_steps_are_enough(act, dtype, alpha, monkeypatch):
+    powers = 10 ** torch.linspace(-9, 4, 20001, dtype=dtype)
+    parts, steps = type(act).parts, []
+    monkeypatch.setattr(type(act), "parts", lambda self, p, alpha: steps.append(p) or parts(self, p, alpha))
+    saturated = 1 + torch.linspace(-0.03, 0.03, 20001, dtype=dtype)  # where phi is flat and its rounding weighs most
+    act.prox(torch.cat([powers, -powers, saturated]), alpha)
+    assert 1 < len(steps) <= 14
+
+
 @every
 def test_prox_with_alpha_1_is_the_activation(act):
     x = torch.linspace(-6, 6, 101, dtype=DOUBLE)

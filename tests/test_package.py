@@ -29,6 +29,7 @@ ROOMS = [
     "fixed_point",
     "stability",
     "diagnose",
+    "operators",
     "models",
     "tasks",
     "lab",

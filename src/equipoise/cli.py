@@ -117,8 +117,16 @@ def parser() -> Parser:
         "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
     )
     made.add_argument("folder", metavar="RUN", type=Path)
-    made.add_argument("changes", metavar="key=value", nargs="*", help="options of the task, such as radius=0.1")
+    made.add_argument(
+        "changes", metavar="key=value", nargs="*", help="options of the task, such as radius=0.1, or of --certify"
+    )
     made.add_argument("--task", help="measure under another task than the run's own")
+    made.add_argument(
+        "--certify",
+        action="store_true",
+        help="prove how far images can be changed with the answer staying the same, and attack them (monDEQ); options: "
+        "samples=200 steps=20 radii=[0.1,0.5] of the attacks, relative=1e-6 of the solves",
+    )
     made.add_argument("--split", choices=("train", "val", "test"), default="test")
     made.add_argument("--weights", choices=("best", "last"), default="best")
     made.add_argument("--limit", type=int, help="only so many samples, from all over the split")
@@ -317,10 +325,12 @@ def resume(arguments: Any) -> int:
 # Looking
 
 
-def evaluate(arguments: Any) -> None:
+def evaluate(arguments: Any) -> int:
     from equipoise.lab.files import write_json
     from equipoise.lab.looking import evaluate_run
 
+    if arguments.certify:
+        return certify(arguments)
     with machine_of(arguments) as machine:
         found = evaluate_run(
             open_run(arguments.folder),
@@ -337,6 +347,39 @@ def evaluate(arguments: Any) -> None:
             print_solver(found.solver)
             if arguments.json:
                 write_json(arguments.json, found.record())
+    return 0
+
+
+def certify(arguments: Any) -> int:
+    from equipoise.lab.certify import certify_run
+    from equipoise.lab.files import write_json
+
+    if arguments.task:
+        raise ValueError("--certify and --task exclude each other: what is certified is classification.")
+    run = open_run(arguments.folder)
+    with machine_of(arguments) as machine:
+        found = certify_run(
+            run,
+            machine,
+            arguments.data,
+            split=arguments.split,
+            weights=arguments.weights,
+            changes=arguments.changes,
+            limit=arguments.limit,
+        )
+    print(found.certificate)
+    print_numbers({"accuracy": found.accuracy, "median radius": found.median_radius})
+    attacks = found.attacks()
+    radii = sorted({0.0, found.largest, *(entry.radius for entry in found.attacked)})
+    under = [{entry.radius: f"{entry.accuracy:.2%}" for entry in entries} for entries in attacks.values()]
+    rows = [(f"{r:.3g}", f"{found.accuracy_at(r):.2%}", *(column.get(r, "") for column in under)) for r in radii]
+    print_table(("radius", "certified", *(f"under {name}" for name in attacks)), rows)
+    if attacks:
+        print(f"violations        {found.violations} of {found.inside} attacks inside a certified radius succeeded")
+    print(f"written           {run.folder / 'certified.json'}, {run.folder / 'certified.png'}")
+    if arguments.json:
+        write_json(arguments.json, found.record())
+    return 1 if found.violations else 0
 
 
 def print_numbers(metrics: dict[str, float]) -> None:

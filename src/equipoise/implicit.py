@@ -85,6 +85,7 @@ class Adjoint:
         if self.solver.structured and narrow.splitting() is not None:
             z = solution.detach()  # no product with W^T is asked of autograd
             split = narrow.splitting()
+            split.share(problem.splitting())
             with torch.enable_grad():
                 record = split.product(z) + split.bias
                 image = split.activation(record)

@@ -182,6 +182,10 @@ def check(source: Source) -> Recipe:
     return recipe
 
 
+def none_or_one(number: int | None) -> bool:
+    return number is None or number >= 1
+
+
 def limits(recipe: Recipe, where: Where) -> None:
     """Numbers that make no sense are refused at the door."""
     for path, allowed, sentence in (
@@ -193,7 +197,8 @@ def limits(recipe: Recipe, where: Where) -> None:
         (("training", "evaluation_batch_size"), recipe.training.evaluation_batch_size >= 1, "at least 1"),
         (("training", "clip"), recipe.training.clip is None or recipe.training.clip > 0, "above 0"),
         (("training", "log_every"), recipe.training.log_every >= 1, "at least 1"),
-        (("training", "checkpoint_every"), (recipe.training.checkpoint_every or 1) >= 1, "at least 1"),
+        (("training", "checkpoint_every"), none_or_one(recipe.training.checkpoint_every), "at least 1"),
+        (("training", "keep_every"), none_or_one(recipe.training.keep_every), "at least 1"),
         (("failures", "share"), 0 <= recipe.failures.share <= 1, "between 0 and 1"),
         (("failures", "stop_after"), recipe.failures.stop_after >= 0, "0 (never) or more"),
         *(((("phases", str(i), "epochs")), phase.epochs >= 1, "at least 1") for i, phase in enumerate(recipe.phases)),

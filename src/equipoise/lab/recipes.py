@@ -62,6 +62,7 @@ class Training:
     test: Literal["end", "epoch"] = "end"  # measured for the record only; the best weights are chosen on validation
     log_every: int = 20  # steps between two lines of the log
     checkpoint_every: int | None = None  # steps between two checkpoints, besides one after every epoch
+    keep_every: int | None = None  # epochs between two sets of weights that are kept for good, the first included
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,15 @@ from equipoise.lab.runs import Run, new_folder, open_run
 from equipoise.lab.sweeps import Stopped, resume_folder, summarize, train_recipe
 from equipoise.registry import Registry, call
 
-FIGURES = Registry("figure", {"convergence": "equipoise.lab.figures:convergence"})
+FIGURES = Registry(
+    "figure",
+    {
+        "convergence": "equipoise.lab.figures:convergence",
+        "mondeq-accuracy": "equipoise.lab.mondeq_figures:accuracy",
+        "mondeq-iterations": "equipoise.lab.mondeq_figures:iterations",
+        "mondeq-convergence": "equipoise.lab.mondeq_figures:convergence",
+    },
+)
 
 
 def reproduce_table(

@@ -5,6 +5,7 @@
         log.jsonl                    a line every few steps and one per epoch
         checkpoints/last.safetensors to continue from
         checkpoints/best.safetensors the best weights by the validation metric
+        checkpoints/epoch-0005.safetensors  weights after an epoch, where the recipe keeps them
         result.json                  written when training has ended
         report.html, report.md       written by `equipoise report`
         tensorboard/                 when tensorboard is installed
@@ -47,6 +48,13 @@ class Run:
     @property
     def best(self) -> Path:
         return self.folder / "checkpoints" / "best.safetensors"
+
+    def epoch(self, number: int) -> Path:
+        return self.folder / "checkpoints" / f"epoch-{number:04d}.safetensors"
+
+    def kept(self) -> list[tuple[int, Path]]:
+        """The epochs whose weights were kept, and where they are."""
+        return [(int(path.stem.removeprefix("epoch-")), path) for path in sorted(self.last.parent.glob("epoch-*.safetensors"))]
 
     @property
     def log(self) -> Path:

@@ -346,6 +346,9 @@ class Trainer:
         position.epoch, position.batch = position.epoch + 1, 0
         progress.sums = {}
         self.keep_best(record, epoch)
+        every = self.recipe.training.keep_every
+        if every is not None and (epoch - 1) % every == 0:
+            self.keep(self.run.epoch(epoch))
         self.save()
 
     def keep_best(self, record: dict[str, Any], epoch: int) -> None:
@@ -365,9 +368,13 @@ class Trainer:
             best = None  # of another task, in an earlier phase: they cannot be compared
         if best is None or (value > best["value"] if task.best_is_largest else value < best["value"]):
             self.progress.best = {"metric": task.best_metric, "value": value, "epoch": epoch, "phase": phase}
-            if self.machine.leads:
-                facts = {**self.model_facts(), "best": self.progress.best}
-                checkpoints.save(self.run.best, checkpoints.model_tensors(self.learner.model), facts)
+            self.keep(self.run.best)
+
+    def keep(self, path: Path) -> None:
+        """Write the weights, without what training needs to go on."""
+        if self.machine.leads:
+            facts = {**self.model_facts(), "best": self.progress.best}
+            checkpoints.save(path, checkpoints.model_tensors(self.learner.model), facts)
 
     def finish(self, started: float) -> dict[str, Any]:
         """Measure the test split, with the last weights and with the best, and write the result."""

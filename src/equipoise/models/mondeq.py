@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
+from equipoise.models.certificate import Certificate, certify
 from equipoise.models.normalize import Normalize
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
 from equipoise.operators.spectrum import embed, images, memory
@@ -109,6 +110,17 @@ class MonDEQ(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
+
+    def certificate(self, alpha: float | None = None) -> Certificate:
+        """What is proven of the model as it is: a rate of convergence, and how far a change of an image goes.
+
+        Args:
+            alpha: the step of the solver to look at; None is the layer's own.
+
+        Example:
+            >>> print(model.certificate())
+        """
+        return certify(self, alpha)
 
 
 def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from equipoise.layout import leaves
 
 Made = TypeVar("Made")
+MOST_KEPT = 4  # factorisations are as large as the states they serve
 RAW_ONE = math.log(math.e - 1)  # softplus of it is 1
 
 
@@ -23,15 +24,18 @@ class MonotoneOperator(nn.Module, ABC):
     I - W >= m I for every value of the parameters: its symmetric part is m I + A^T A (B.2).
     """
 
-    m: float
-
     def __init__(self, m: float):
         super().__init__()
-        if not (isinstance(m, int | float) and 0 < m < math.inf):
+        if not is_positive(m):
             raise ValueError(f"m is {m!r}; it must be a number above 0: the strong monotonicity of I - W.")
-        self.m = float(m)
+        self._m = float(m)
         self._weights: list[Tensor] = []
         self._kept: dict[Hashable, Any] = {}
+
+    @property
+    def m(self) -> float:
+        """I - W >= m I."""
+        return self._m
 
     @property
     @abstractmethod
@@ -76,10 +80,12 @@ class MonotoneOperator(nn.Module, ABC):
 
         When gradients are on and the weights need one, V is differentiable in them, and made anew.
         """
-        if not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
+        if not is_positive(alpha):
             raise ValueError(f"alpha is {alpha!r}; it must be a number above 0.")
+        alpha = float(alpha)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            return Resolvent(self, alpha, self.factorise(alpha))
+            with full_precision(self):
+                return Resolvent(self, alpha, self.factorise(alpha))
         return Resolvent(self, alpha, self.kept(("resolvent", alpha), lambda: self.factorise(alpha)))
 
     def as_matrix(self) -> Tensor:
@@ -89,10 +95,11 @@ class MonotoneOperator(nn.Module, ABC):
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What is made from the weights, kept until they change.
 
-        They are compared by value: version counters miss edits of ``.data`` and some optimizers.
+        They are compared by value: version counters miss edits of ``.data`` and some optimizers. Buffers are compared,
+        too, for a parametrisation may read them.
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
-            weights = [p.detach() for p in self.parameters()]
+            weights = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
             known = len(weights) == len(self._weights) and all(
                 a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
                 for a, b in zip(weights, self._weights, strict=True)
@@ -100,7 +107,11 @@ class MonotoneOperator(nn.Module, ABC):
             if not known:
                 self._weights, self._kept = [w.clone() for w in weights], {}
             if key not in self._kept:
-                self._kept[key] = make()
+                with full_precision(self):
+                    made = make()
+                while len(self._kept) >= MOST_KEPT:  # someone who tries many alphas
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[key] = made
             return self._kept[key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +160,21 @@ def check_value(z: Any, shape: Any, owner: str) -> None:
     if isinstance(z, Tensor) != is_leaf(shape) or [tuple(t.shape[1:]) for _, t in given] != [tuple(s) for s in wanted]:
         found = ", ".join(str(tuple(tensor.shape)) for _, tensor in given)
         shapes = ", ".join(f"(batch, {', '.join(map(str, size))})" for size in wanted)
-        raise ValueError(f"{owner} acts on {'' if is_leaf(shape) else 'a tuple of '}{shapes}; given: {found}.")
+        wants, gives = ("" if is_leaf(shape) else "a tuple of "), ("" if isinstance(z, Tensor) else "a tuple of ")
+        raise ValueError(f"{owner} acts on {wants}{shapes}; given: {gives}{found}.")
+
+
+def full_precision(operator: nn.Module) -> torch.autocast:
+    """Without autocast: a factorisation or a transform in half precision is none."""
+    return torch.autocast(next(operator.parameters()).device.type, enabled=False)
+
+
+def is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
+
+
+def is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def unit(kernel: Tensor) -> Tensor:

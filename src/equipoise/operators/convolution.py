@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
+from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.scope import once_per_solve
 from equipoise.stability import operator_norm_bound
 
 KERNEL = 3
 BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)
-COARSE = (8, 8)  # the grid on which norms are estimated: a 5x5 kernel varies slowly with frequency
+COARSE = (6, 6)  # the grid on which norms are estimated: a 5x5 kernel varies slowly with frequency
 
 
 class MonotoneConv2d(MonotoneOperator):
@@ -39,7 +39,7 @@ class MonotoneConv2d(MonotoneOperator):
 
     def __init__(self, channels: int, size: tuple[int, int], *, m: float = 1.0, normalize: bool = True):
         super().__init__(m)
-        if not isinstance(channels, int) or channels < 1:
+        if not is_count(channels):
             raise ValueError(f"channels is {channels!r}; it must be a whole number of at least 1.")
         self.channels, self.size, self.normalize = channels, checked_size(size), normalize
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
@@ -65,11 +65,20 @@ class MonotoneConv2d(MonotoneOperator):
         """W at every frequency of its grid, or of another, complex (eq. C5)."""
         return spectrum(grid or self.grid, self.A).blocks(self.kernel())
 
+    def derive(self) -> Tensor:
+        with full_precision(self):
+            return real(self.blocks())
+
+    @property
+    def weight(self) -> Tensor:
+        """W at every frequency, real."""
+        return once_per_solve((id(self), "W"), self.derive)
+
     def forward(self, z: Tensor) -> Tensor:
-        return self.multiply(once_per_solve((id(self), "W"), lambda: real(self.blocks())), z)
+        return self.multiply(self.weight, z)
 
     def adjoint(self, z: Tensor) -> Tensor:
-        return self.multiply(once_per_solve((id(self), "W"), lambda: real(self.blocks())).mT, z)
+        return self.multiply(self.weight.mT, z)
 
     def factorise(self, alpha: float) -> Tensor:
         W = self.blocks()
@@ -82,7 +91,8 @@ class MonotoneConv2d(MonotoneOperator):
         """The circular convolution with these real blocks."""
         check_value(z, self.shape, "MonotoneConv2d")
         transform = spectrum(self.grid, z)
-        return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
+        with full_precision(self):
+            return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
 
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)
@@ -99,7 +109,7 @@ def fresh_kernel(outputs: int, inputs: int) -> nn.Parameter:
 
 
 def checked_size(size: Any) -> tuple[int, int]:
-    if not (isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)):
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(map(is_count, size))):
         raise ValueError(f"size is {size!r}; it must be (height, width) of the image, whole numbers of at least 1.")
     return (size[0], size[1])
 

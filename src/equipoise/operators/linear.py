@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
+from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
 from equipoise.scope import once_per_solve
 
 
@@ -28,7 +28,7 @@ class MonotoneLinear(MonotoneOperator):
 
     def __init__(self, features: int, *, m: float = 1.0, normalize: bool = False):
         super().__init__(m)
-        if not isinstance(features, int) or features < 1:
+        if not is_count(features):
             raise ValueError(f"features is {features!r}; it must be a whole number of at least 1.")
         self.features, self.normalize = features, normalize
         bound = features**-0.5  # as nn.Linear
@@ -54,11 +54,13 @@ class MonotoneLinear(MonotoneOperator):
 
     def forward(self, z: Tensor) -> Tensor:
         check_value(z, self.shape, "MonotoneLinear")
-        return z @ self.weight.T
+        with full_precision(self):
+            return z @ self.weight.T
 
     def adjoint(self, z: Tensor) -> Tensor:
         check_value(z, self.shape, "MonotoneLinear")
-        return z @ self.weight
+        with full_precision(self):
+            return z @ self.weight
 
     def factorise(self, alpha: float) -> Tensor:
         W = self.derive()
@@ -66,7 +68,8 @@ class MonotoneLinear(MonotoneOperator):
 
     def solve(self, factors: Any, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
         check_value(z, self.shape, "MonotoneLinear")
-        return z @ (factors if adjoint else factors.T)
+        with full_precision(self):
+            return z @ (factors if adjoint else factors.T)
 
     def norm(self, *, bound: bool) -> Tensor:
         W = self.derive().double()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, positive, unit
+from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
 from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.scope import once_per_solve
@@ -45,7 +45,7 @@ class MonotoneMultiTier(MonotoneOperator):
 
     def __init__(self, channels: Sequence[int], size: tuple[int, int], *, m: float = 1.0, normalize: bool = True):
         super().__init__(m)
-        wanted = isinstance(channels, tuple | list) and all(isinstance(c, int) and c >= 1 for c in channels)
+        wanted = isinstance(channels, tuple | list) and all(map(is_count, channels))
         if not wanted or not channels:
             raise ValueError(f"channels is {channels!r}; it must be a tuple of whole numbers, one for each tier.")
         self.channels, self.normalize = tuple(channels), normalize
@@ -109,6 +109,10 @@ class MonotoneMultiTier(MonotoneOperator):
 
     def forward(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         check_value(z, self.shape, "MonotoneMultiTier")
+        with full_precision(self):
+            return self.product(z)
+
+    def product(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         found, below = [], None
         for i, (part, tier) in enumerate(zip(z, self.weights(), strict=True)):
             transform = self.spectrum(i, part)
@@ -125,6 +129,10 @@ class MonotoneMultiTier(MonotoneOperator):
 
     def adjoint(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         check_value(z, self.shape, "MonotoneMultiTier")
+        with full_precision(self):
+            return self.product_adjoint(z)
+
+    def product_adjoint(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         found, above = [], None
         weights = self.weights()
         for i in reversed(range(self.tiers)):
@@ -173,7 +181,8 @@ class MonotoneMultiTier(MonotoneOperator):
     def solve(self, factors: list[Factors], alpha: float, z: Any, *, adjoint: bool) -> tuple[Tensor, ...]:
         """Substitution tier by tier (D7), downwards, or upwards for the adjoint."""
         check_value(z, self.shape, "MonotoneMultiTier")
-        return self.solve_adjoint(factors, alpha, z) if adjoint else self.solve_forward(factors, alpha, z)
+        with full_precision(self):
+            return self.solve_adjoint(factors, alpha, z) if adjoint else self.solve_forward(factors, alpha, z)
 
     def solve_forward(self, factors: list[Factors], alpha: float, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         found, below = [], None

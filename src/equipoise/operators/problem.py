@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from equipoise.layout import Layout, leaves, rebuild
-from equipoise.operators.activations import BorderZero, ProximalActivation
+from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator
 from equipoise.operators.spectrum import images, memory
@@ -55,7 +56,8 @@ class MonotoneProblem(nn.Module):
         for i, (b, part) in enumerate(zip(given, parts, strict=False)):
             if b.shape != part.shape:
                 raise ValueError(f"bias{f'[{i}]' if len(parts) > 1 else ''} is {tuple(b.shape)}, z {tuple(part.shape)}.")
-        if not any(part.requires_grad or bool(part.any()) for part in parts):
+        traced = torch.compiler.is_compiling() or in_transform()
+        if not traced and not any(part.requires_grad or bool(part.any()) for part in parts):
             return rebuild(z, self.at_zero(parts, given))
         image = [part for _, part in leaves(self.operator(z), "W z")]
         return rebuild(z, [part + given[i] if i < len(given) else part for i, part in enumerate(image)])
@@ -75,34 +77,51 @@ class MonotoneProblem(nn.Module):
             given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
         ]
         rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
-        return Splitting(self.operator, OnRows(self.activations, layout), rows, layout, scope)
+        return Splitting(self.operator, OnRows(self.activation, self.mask(layout, rows)), rows, layout, scope)
+
+    def mask(self, layout: Layout, like: Tensor) -> Tensor | None:
+        """0 where the border is and 1 elsewhere, as a row; None without a border."""
+        if all(size is None for size in self.operator.inner):
+            return None
+        parts = []
+        for leaf, size in zip(layout.leaves, self.operator.inner, strict=True):
+            ones = like.new_ones(1, *leaf.shape)
+            parts.append(ones if size is None else BorderZero(ReLU(), size)(ones))
+        return layout.pack(rebuild(layout.nesting, parts))
 
 
 class OnRows:
-    """An activation for each tensor of a value, applied to its rows."""
+    """An activation applied to rows, 0 where ``mask`` is."""
 
-    def __init__(self, activations: Sequence[ProximalActivation], layout: Layout):
-        self.activations, self.layout = activations, layout
-
-    def each(self, function: Callable[[ProximalActivation, Tensor], Tensor], rows: Tensor) -> Tensor:
-        parts = [part for _, part in leaves(self.layout.unpack(rows), "z")]
-        done = [function(s, part) for s, part in zip(self.activations, parts, strict=True)]
-        return self.layout.pack(rebuild(self.layout.nesting, done))
+    def __init__(self, activation: ProximalActivation, mask: Tensor | None):
+        self.activation, self.mask = activation, mask
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.each(lambda s, part: s(part), rows)
+        return self.masked(self.activation(rows))
 
     def prox(self, rows: Tensor, alpha: float) -> Tensor:
-        return self.each(lambda s, part: s.prox(part, alpha), rows)
+        return self.masked(self.activation.prox(rows, alpha))
 
     def reflect(self, rows: Tensor, alpha: float) -> Tensor:
-        return self.each(lambda s, part: s.reflect(part, alpha), rows)
+        if self.mask is None:
+            return self.activation.reflect(rows, alpha)
+        return self.prox(rows, alpha).mul_(2).sub_(rows)
 
     def derivative(self, rows: Tensor) -> Tensor:
-        return self.each(lambda s, part: s.derivative(part), rows)
+        return self.masked(self.activation.derivative(rows))
+
+    def masked(self, found: Tensor) -> Tensor:
+        if self.mask is None:
+            return found
+        return found * self.mask if found.requires_grad else found.mul_(self.mask)
 
     def take(self, rows: Tensor) -> OnRows:
         return self
+
+
+def in_transform() -> bool:
+    """Whether values may carry tangents or more batches, which look like zeros when they are not."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def arranged(part: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from equipoise.validation import options, require
 
 
 class Prox(Protocol):
-    """The nonlinearity s = prox_f^1 on rows, and prox_f^alpha."""
+    """The nonlinearity s = prox_f^1 on rows, and prox_f^alpha; each returns a new tensor."""
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
     def prox(self, x: Tensor, alpha: float, /) -> Tensor: ...
@@ -100,7 +100,7 @@ class Splitting:
         self.operator, self.activation, self.bias = operator, activation, bias
         self.layout, self.scope = layout, scope
         self.resolvents: dict[float, Any] = {}
-        self.alpha: float | None = None  # chosen by a solver
+        self.alphas: dict[Solver, float] = {}  # the step of each solver
 
     def product(self, rows: Tensor) -> Tensor:
         """W z."""
@@ -117,11 +117,10 @@ class Splitting:
         return self.product(rows) + self.bias if bool(rows.any()) else self.bias
 
     def solve(self, rows: Tensor, alpha: float) -> Tensor:
-        """The resolvent of F, (I + alpha (I - W))^-1 (z + alpha b)."""
+        """(I + alpha (I - W))^-1 z."""
         if alpha not in self.resolvents:
             self.resolvents[alpha] = self.operator.resolvent(alpha)
-        shifted = torch.add(rows, self.bias, alpha=alpha)
-        return self.layout.pack(self.resolvents[alpha](self.layout.unpack(shifted)))
+        return self.layout.pack(self.resolvents[alpha](self.layout.unpack(rows)))
 
     def take(self, rows: Tensor, scope: Scope) -> Splitting:
         """The same for some samples."""
@@ -135,7 +134,14 @@ class Splitting:
         (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
         """
         slope = Diagonal(self.activation.derivative(pre))
-        return Splitting(Transposed(self.operator), slope, cotangent, self.layout, self.scope)
+        found = Splitting(Transposed(self.operator), slope, cotangent, self.layout, self.scope)
+        found.alphas = self.alphas
+        found.resolvents = {alpha: Transposed(resolvent) for alpha, resolvent in self.resolvents.items()}
+        return found
+
+    def share(self, earlier: Splitting) -> None:
+        """Go on with the steps and factorisations of an earlier solve: weights may be others by now."""
+        self.alphas, self.resolvents = earlier.alphas, earlier.resolvents
 
 
 class SplittingSolver(Solver):
@@ -158,9 +164,10 @@ class SplittingSolver(Solver):
                 f"{type(self).__name__} needs to see z = s(W z + b) in f, and f shows no such structure: make f an "
                 "equipoise.operators.MonotoneProblem(operator, activation), or solve by Anderson, Broyden or Picard."
             )
-        if split.alpha is None:
-            split.alpha = self.automatic(split.operator) if isinstance(self.alpha, str) else float(self.alpha)
-        return split, split.alpha
+        if self not in split.alphas:
+            automatic = isinstance(self.alpha, str)
+            split.alphas[self] = self.automatic(split.operator) if automatic else float(self.alpha)
+        return split, split.alphas[self]
 
     def automatic(self, operator: Any) -> float:
         """The step that suits the operator."""
@@ -236,12 +243,12 @@ class ReflectionSolver(SplittingSolver):
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.structure(problem)
+        problem.count.add(len(state.z))
         half = split.activation.reflect(state.u, alpha)
-        problem.count.add(len(half))
-        z = split.solve(half, alpha)
+        z = split.solve(torch.add(half, split.bias, alpha=alpha), alpha)
         # (1 + alpha) z - alpha W z = half + alpha b, so that this is s(W z + b).
         image = split.activation(torch.lerp(half, z, (1 + alpha) / alpha))
-        u = torch.lerp(half, z, 2.0)
+        u = half.lerp_(z, 2.0)  # 2 z - half
         if self.relaxation != 1:
             u = torch.lerp(state.u, u, self.relaxation)
         if state.memory is not None:
