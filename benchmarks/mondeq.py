@@ -1,6 +1,6 @@
 """equipoise's monDEQ beside a plain implementation of the paper (plain_mondeq.py), with the same weights.
 
-    python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--cpu] [--json FILE]
+    python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--cpu] [--json F]
 
 A training step is forward, cross entropy, backward and Adam; evaluation is a forward under no_grad. All run in turns in
 one process after a warm-up; medians are printed, and the median over the rounds of the plain time by the other.

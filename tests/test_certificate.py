@@ -9,7 +9,7 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main
-from equipoise.models.certificate import Certifier, contraction, injection_norm, readings
+from equipoise.models.certificate import Certificate, Certifier, contraction, injection_norm, readings
 from equipoise.models.conv_equilibrium import ConvEquilibrium
 from equipoise.models.mondeq import MonDEQ
 from equipoise.tasks.robustness import class_gap, lengths
@@ -177,10 +177,10 @@ def distances_to_the_limit(model, solver, steps=30):
     found = []
 
     def look(progress):
-        split = progress.problem.splitting()
+        split, alpha = solver.structure(progress.problem)
         limit = progress.problem.layout.pack(z.value)
         if hasattr(progress.state, "u"):
-            found.append(progress.state.u - torch.lerp(limit, split.preactivation(limit), split.alpha))
+            found.append(progress.state.u - torch.lerp(limit, split.preactivation(limit), alpha))
         else:
             found.append(progress.state.z - limit)
 
@@ -247,9 +247,8 @@ def test_alpha_is_the_one_that_the_solver_uses():
     bias = model.bias(model.normalize(torch.rand(2, *SHAPE, dtype=torch.float64)))
     for solver in (eq.PeacemanRachford(), eq.PeacemanRachford(0.3), eq.ForwardBackward()):
         model.layer.solver = solver
-        used = []
-        model.layer.solve(bias, callback=lambda progress, used=used: used.append(progress.problem.splitting().alpha))
-        assert model.certificate().alpha == used[0]
+        problem = model.layer.solve(bias).solved.problem
+        assert model.certificate().alpha == solver.structure(problem)[1]
         assert model.certificate(0.25).alpha == 0.25
 
 
@@ -405,6 +404,14 @@ def test_evaluate_certify_end_to_end(run, tmp_path, capsys):
     rows = torch.tensor(found["certificate"]["margins"])
     assert rows.shape == (10, 10)
     assert torch.equal(rows, rows.T)
+
+
+def test_a_false_certificate_is_found_out(run, capsys, monkeypatch):
+    monkeypatch.setattr(Certificate, "radii", lambda self, logits, defects: torch.full_like(defects, 5.0))
+    assert main(["evaluate", str(run), "--certify", "samples=20", "radii=[3.0]", "steps=4", "--limit", "20"]) == 1
+    found = json.loads((run / "certified.json").read_text())
+    assert found["violations"] > 10
+    assert f"violations        {found['violations']} of {found['inside']} attacks" in capsys.readouterr().out
 
 
 def test_options_of_certify(run, capsys):

@@ -158,6 +158,7 @@ def test_iterations_over_training(work, draw, name, kind):
     run = work / f"{kind}-001"
     (numbers,) = draw(name, "--run", run)["runs"]
     assert [record["epoch"] for record in numbers["epochs"]] == [1, 2]
+    assert (numbers["samples"], numbers["tolerance"]) == (96, 1e-2)
     for direction in ("forward", "backward"):
         excess = []
         for record in (epoch[direction] for epoch in numbers["epochs"]):
@@ -282,9 +283,16 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     assert sentence in says(capsys, mine, "--run", bare)
 
 
-def test_a_direction_is_forward_or_backward(work, tmp_path, capsys):
-    mine = figure_file(tmp_path, 'figure = "mondeq-iterations"\ndirection = "sideways"')
-    assert "direction is 'sideways'; allowed: 'forward', 'backward'." in says(capsys, mine, "--run", work / "dense-001")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ('direction = "sideways"', "direction is 'sideways'; allowed: 'forward', 'backward'."),
+        ("samples = 0", "samples is 0; at least 1 sample must be solved."),
+    ],
+)
+def test_wrong_options_are_said(work, tmp_path, capsys, option, said):
+    mine = figure_file(tmp_path, f'figure = "mondeq-iterations"\n{option}')
+    assert said in says(capsys, mine, "--run", work / "dense-001")
 
 
 def test_other_models_have_no_structure_to_split(tmp_path, capsys):

@@ -148,16 +148,6 @@ def test_weak_monotonicity(spec, name, memory):
         assert_solved(case, case.solve(eq.PeacemanRachford(memory=memory)), tolerance=1e-7)
 
 
-@pytest.mark.parametrize("chunk", [1, 40])
-def test_computing_in_pieces_changes_nothing(chunk, monkeypatch):
-    monkeypatch.setattr("equipoise.solvers.splitting.CHUNK", chunk)
-    case = Case(SPECS["multitier"], "tanh")
-    sources = case.sources()
-    sol = case.solve(eq.DouglasRachford(memory=2))
-    assert_solved(case, sol)
-    assert_close(case, torch.autograd.grad(loss(per_sample(sol.value)), sources))
-
-
 LAYOUTS = {
     "channels_last": lambda x: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x,
     "batch_last": lambda x: x.permute(*range(1, x.dim()), 0).contiguous().permute(x.dim() - 1, *range(x.dim() - 1)),

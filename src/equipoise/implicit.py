@@ -111,7 +111,7 @@ class Adjoint:
 
     def pull_by_splitting(self, problem: Problem, split: Any, record: Tensor, cotangent: Tensor) -> Tensor:
         """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
-        cotangent = cotangent.detach()
+        cotangent = problem.layout.arranged(cotangent.detach())
         finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
         system = SplitAdjoint(problem, split.adjoint(record.detach(), torch.where(finite, cotangent, 0.0)))
         guess = torch.zeros_like(cotangent) if self.start is None else self.start(cotangent)

@@ -140,9 +140,17 @@ class Layout:
         parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]
         if len(parts) == 1:
             return parts[0]
-        if all(leaf.batch_last for leaf in self.leaves):
+        if self.batch_last:
             return torch.cat([part.T for part in parts]).T
         return torch.cat(parts, dim=1)
+
+    @property
+    def batch_last(self) -> bool:
+        return all(leaf.batch_last for leaf in self.leaves)
+
+    def arranged(self, rows: Tensor) -> Tensor:
+        """Rows in the memory order that packing gives."""
+        return rows.T.contiguous().T if self.batch_last else rows.contiguous()
 
     def fits(self, value: Any, batch: int) -> bool:
         """Whether a value has this nesting and these shapes."""

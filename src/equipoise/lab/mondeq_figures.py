@@ -18,7 +18,7 @@ from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.gradients import ImplicitGradient
-from equipoise.lab.data.base import spread
+from equipoise.lab.data.base import Split, spread
 from equipoise.lab.evaluate import prepared, quiet_failures
 from equipoise.lab.figures import (
     BLUE,
@@ -129,7 +129,7 @@ def iterations(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; allowed: {', '.join(map(repr, DIRECTIONS))}.")
     found = [iterations_of(run, machine, folders, samples) for run in runs]
-    write_beside(path, {"samples": samples, "runs": found})
+    write_beside(path, {"runs": found})
     figure, axes = page(2, len(found), height=5.6, sharex="col", height_ratios=(3, 2))
     for steps, alphas, run in zip(*axes, found, strict=True):
         draw_iterations(steps, alphas, run["epochs"], direction)
@@ -169,7 +169,7 @@ def iterations_of(run: Run, machine: Machine, folders: Sequence[Path], samples: 
     if not kept:
         raise ValueError(f"{run.folder} has no weights of its epochs: train it with training.keep_every=1.")
     trained = open_trained(run, machine)
-    split = spread(load_data(trained.recipe, run.data_folders(folders)).train, samples)
+    split = some(load_data(trained.recipe, run.data_folders(folders)).train, samples)
     (batch,) = prepared(split, trained.task, trained.setting, len(split))()
     epochs = []
     for epoch, file in kept:
@@ -183,7 +183,7 @@ def iterations_of(run: Run, machine: Machine, folders: Sequence[Path], samples: 
         for direction in DIRECTIONS
     }
     relative = monotone_layer(trained).tolerance.relative
-    return {**about(run), "tolerance": relative, "epochs": epochs, "summary": summary}
+    return {**about(run), "samples": len(split), "tolerance": relative, "epochs": epochs, "summary": summary}
 
 
 def steps_by_alpha(trained: Trained, batch: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -267,8 +267,8 @@ def convergence(
     """
     tolerance = Tolerance(relative=relative, max_steps=max_steps, patience=None)
     found = [convergence_of(run, machine, folders, samples, halvings, tolerance) for run in runs]
-    write_beside(path, {"samples": samples, "tolerance": relative, "max steps": max_steps, "runs": found})
-    figure, axes = page(len(runs), 2, height=6.2, sharex=True, sharey=True)
+    write_beside(path, {"tolerance": relative, "max steps": max_steps, "runs": found})
+    figure, axes = page(len(runs), 2, height=6.2 * len(runs), sharex=True, sharey=True)
     for run, (reflecting, stepping) in zip(found, axes, strict=True):
         limit, certain = run["largest alpha"]["measured"], run["largest alpha"]["certain"]
         draw_residuals(reflecting, run["peaceman-rachford"], tolerance)
@@ -313,7 +313,7 @@ def convergence_of(
 ) -> dict[str, Any]:
     """How both methods converge on a trained model, and up to which alpha forward-backward is sure to."""
     trained = open_trained(run, machine)
-    split = spread(load_data(trained.recipe, run.data_folders(folders)).test, samples)
+    split = some(load_data(trained.recipe, run.data_folders(folders)).test, samples)
     with quiet_failures(), trained.setting.autocast():
         layer, inputs, z0 = first_solve(trained, [monotone_layer(trained)], split)
         operator: Any = monotone_layer(trained).f.operator
@@ -327,6 +327,7 @@ def convergence_of(
         }
         return {
             **about(run),
+            "samples": len(split),
             "m": operator.m,
             "L": {"measured": measured, "bound": bound},
             "largest alpha": {"measured": 2 * operator.m / measured**2, "certain": certain},
@@ -379,6 +380,13 @@ def monotone_layer(trained: Trained) -> Any:
     raise ValueError(f"{trained.file}: the model solves no MonotoneProblem; splitting needs the structure of one.")
 
 
+def some(split: Split, samples: int) -> Split:
+    """So many samples from all over a split."""
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; at least 1 sample must be solved.")
+    return spread(split, samples)
+
+
 def about(run: Run) -> dict[str, Any]:
     return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
 
@@ -393,9 +401,7 @@ def page(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure
     """An empty figure and its panels, row by row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(
-        figsize=(5.6 * columns, height * (rows if "height_ratios" not in options else 1)), layout="constrained"
-    )
+    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 

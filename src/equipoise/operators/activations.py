@@ -9,7 +9,6 @@ P. L. Combettes, J.-C. Pesquet, "Deep neural network structures solving variatio
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -361,51 +360,6 @@ class BorderZero(ProximalActivation):
         for part, given in zip(self.border(value), self.border(z), strict=True):
             part.copy_(indicator(given == 0, given))
         return value
-
-
-class Diagonal(ProximalActivation):
-    """x -> slope * x: an activation linearised, for the backward pass (theorem 3). slope is J = (1 + D)^-1.
-
-    Args:
-        slope: entries in [0, 1], batch first.
-    """
-
-    def __init__(self, slope: Tensor):
-        if not (isinstance(slope, Tensor) and slope.is_floating_point()):
-            raise TypeError(f"Diagonal.slope is {slope!r}; it must be a floating-point tensor.")
-        # NaN passes: a sample that failed must not stop its batch-mates.
-        if bool(((slope < 0) | (slope > 1)).any()):
-            raise ValueError(
-                f"Diagonal.slope has entries from {slope.min():g} to {slope.max():g}; they must lie in [0, 1], as the "
-                "slopes of a proximal map do."
-            )
-        self.slope = slope
-        self.last: tuple[float, Tensor] = (1.0, slope)  # alpha and the factor of its prox: alpha changes seldom
-
-    def __repr__(self) -> str:
-        return f"Diagonal({tuple(self.slope.shape)})"
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.slope * x
-
-    def prox(self, x: Tensor, alpha: float) -> Tensor:
-        """x / (1 + alpha D), which is 0 where J = 0; algorithms 3 and 4 of the paper print it wrongly."""
-        if alpha != self.last[0]:
-            self.last = alpha, self.slope / (self.slope + positive(alpha) * (1 - self.slope))
-        return self.last[1] * x
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return self.slope.expand_as(x).clone()
-
-    def function(self, z: Tensor) -> Tensor:
-        return torch.where(z == 0, 0.0, (1 / self.slope - 1) * z.square() / 2)
-
-    def take(self, rows: Tensor) -> Diagonal:
-        """The same for some samples."""
-        taken = copy.copy(self)
-        taken.slope = select(self.slope, rows)
-        taken.last = 1.0, taken.slope
-        return taken
 
 
 NAMES: dict[str, type[ProximalActivation]] = {
