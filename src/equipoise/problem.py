@@ -186,8 +186,8 @@ class FunctionProblem(Problem):
                 raise ValueError(f"mixed devices: z0 is on {self.device}, {name} on {tensor.device}.")
 
     def splitting(self) -> Any:
-        if self.split is None and hasattr(self.f, "splitting"):
-            self.split = self.f.splitting(self.layout, self.scope, *self.inputs)
+        if self.split is None and (make := getattr(self.f, "splitting", None)) is not None:
+            self.split = make(self.layout, self.scope, *self.inputs)
         return self.split
 
     def take(self, rows: Tensor) -> FunctionProblem:

@@ -97,7 +97,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library, another system
         return
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # noqa: N806 - their names in malloc.h
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 

@@ -169,7 +169,7 @@ def draw_figure(
     path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
     if machine.leads:
         find_outside(source)
-        facts = {"runs": runs, "machine": machine, "folders": list(folders)}
+        facts = {"runs": runs, "machine": machine, "folders": list(folders), "path": path}
         figure = call(FIGURES[spec.figure], spec.options, facts, f"figure {spec.figure!r}")
         with whole(path) as part:
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)

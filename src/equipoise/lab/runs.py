@@ -54,7 +54,10 @@ class Run:
 
     def kept(self) -> list[tuple[int, Path]]:
         """The epochs whose weights were kept, and where they are."""
-        return [(int(path.stem.removeprefix("epoch-")), path) for path in sorted(self.last.parent.glob("epoch-*.safetensors"))]
+        return [
+            (int(path.stem.removeprefix("epoch-")), path)
+            for path in sorted(self.last.parent.glob("epoch-*.safetensors"))
+        ]
 
     @property
     def log(self) -> Path:

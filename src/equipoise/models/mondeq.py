@@ -135,7 +135,7 @@ def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
     patches = torch.stack(taps, dim=2).view(height * width, 9 * inputs, len(x))
     kernel = layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs)
     assert layer.bias is not None
-    out = torch.baddbmm(layer.bias[:, None].expand(height * width, -1, 1), kernel.expand(height * width, -1, -1), patches)
+    out = torch.baddbmm(
+        layer.bias[:, None].expand(height * width, -1, 1), kernel.expand(height * width, -1, -1), patches
+    )
     return out.view(height, width, outputs, len(x))
-
-

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.layout import inverse, select
+from equipoise.layout import inverse
 from equipoise.registry import unknown
 from equipoise.validation import options, require
 

@@ -67,6 +67,10 @@ class MonotoneOperator(nn.Module, ABC):
     def norm(self, *, bound: bool) -> Tensor:
         """||I - W||_2: an upper bound, or a cheaper estimate that is good enough to choose a step by."""
 
+    @abstractmethod
+    def typical(self) -> Tensor:
+        """About the root mean square of the singular values of I - W."""
+
     def lipschitz_bound(self) -> float:
         """L with ||I - W||_2 <= L, never below it."""
         return self.kept("bound", lambda: float(self.norm(bound=True)))
@@ -74,6 +78,10 @@ class MonotoneOperator(nn.Module, ABC):
     def lipschitz_estimate(self) -> float:
         """About ||I - W||_2, at a fraction of the cost of a bound."""
         return self.kept("estimate", lambda: float(self.norm(bound=False)))
+
+    def typical_size(self) -> float:
+        """About the root mean square of the singular values of I - W, which a few large ones hardly move."""
+        return self.kept("typical", lambda: float(self.typical()))
 
     def resolvent(self, alpha: float) -> Resolvent:
         """The operator V = (I + alpha (I - W))^-1, factorised once for the weights as they are.
@@ -186,5 +194,3 @@ def unit(kernel: Tensor) -> Tensor:
 def positive(raw: Tensor) -> Tensor:
     """softplus, never 0, so that its root has a derivative."""
     return F.softplus(raw).clamp(min=torch.finfo(raw.dtype).tiny)
-
-

@@ -82,7 +82,9 @@ class MonotoneConv2d(MonotoneOperator):
 
     def factorise(self, alpha: float) -> Tensor:
         W = self.blocks()
-        return real(torch.linalg.inv((1 + alpha) * torch.eye(self.channels, dtype=W.dtype, device=W.device) - alpha * W))
+        return real(
+            torch.linalg.inv((1 + alpha) * torch.eye(self.channels, dtype=W.dtype, device=W.device) - alpha * W)
+        )
 
     def solve(self, factors: Tensor, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
         return self.multiply(factors.mT if adjoint else factors, z)
@@ -97,6 +99,9 @@ class MonotoneConv2d(MonotoneOperator):
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)
         return blocks_norm(torch.eye(self.channels, dtype=blocks.dtype, device=blocks.device) - blocks, bound=bound)
+
+    def typical(self) -> Tensor:
+        return mean_square(self.kernel()).sqrt()
 
     def extra_repr(self) -> str:
         return f"{self.channels}, size={self.size}, m={self.m:g}, normalize={self.normalize}"
@@ -119,9 +124,19 @@ def composed(m: float, A: Tensor, B: Tensor, g: Tensor | float = 1.0) -> Tensor:
     # A^T A at the offset d is the sum of A_s^T A_t over t - s = d: the correlation of A's kernels with themselves.
     square = F.conv2d(A.transpose(0, 1), A.transpose(0, 1), padding=BORDER).transpose(0, 1)
     skew = F.pad(B - B.transpose(0, 1).flip(2, 3), (1, 1, 1, 1))
-    identity = torch.zeros_like(square)
-    identity[:, :, BORDER, BORDER] = torch.eye(len(A), dtype=A.dtype, device=A.device)
-    return (1 - m) * identity - g * square + skew
+    return (1 - m) * identity(square) - g * square + skew
+
+
+def identity(like: Tensor) -> Tensor:
+    """The kernel of the identity, of this size."""
+    kernel = torch.zeros_like(like)
+    kernel[:, :, like.shape[2] // 2, like.shape[3] // 2] = torch.eye(len(like), dtype=like.dtype, device=like.device)
+    return kernel
+
+
+def mean_square(kernel: Tensor) -> Tensor:
+    """The mean of the squared singular values of I - W, from the kernel of W (Parseval's identity)."""
+    return (identity(kernel) - kernel).square().sum() / len(kernel)
 
 
 def blocks_norm(blocks: Tensor, *, bound: bool) -> Tensor:

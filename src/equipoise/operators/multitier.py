@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
-from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel
+from equipoise.operators.convolution import (
+    BORDER,
+    COARSE,
+    blocks_norm,
+    checked_size,
+    composed,
+    fresh_kernel,
+    mean_square,
+)
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.scope import once_per_solve
 
@@ -57,7 +67,7 @@ class MonotoneMultiTier(MonotoneOperator):
         self.grids.append((last[0] + BORDER, last[1] + BORDER))
         self.A = nn.ParameterList(fresh_kernel(c, c) for c in channels)
         self.B = nn.ParameterList(fresh_kernel(c, c) for c in channels)
-        self.S = nn.ParameterList(fresh_kernel(b, a) for a, b in zip(channels, channels[1:], strict=False))
+        self.S = nn.ParameterList(fresh_kernel(b, a) for a, b in itertools.pairwise(channels))
         if normalize:
             self.g = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in range(tiers))
             self.h = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(tiers))
@@ -230,6 +240,15 @@ class MonotoneMultiTier(MonotoneOperator):
         assert sizes is not None
         return torch.linalg.matrix_norm(sizes, ord=2) * (1 + 1e-10)
 
+    def typical(self) -> Tensor:
+        """Of the tiers by themselves, each with the weight of its size."""
+        squares, sizes = [], []
+        for i, shape in enumerate(self.shape):
+            A, B, _ = self.kernels(i)
+            squares.append(mean_square(composed(self.m, A, B)))
+            sizes.append(math.prod(shape))
+        return sum(square * size / sum(sizes) for square, size in zip(squares, sizes, strict=True)).sqrt()  # type: ignore[union-attr]
+
     def extra_repr(self) -> str:
         return f"{self.channels}, size={self.sizes[0]}, m={self.m:g}, normalize={self.normalize}"
 
@@ -251,9 +270,9 @@ def unfolded(blocks: Tensor) -> Tensor:
 
 @dataclass
 class Fold:
-    """A map K_f at every frequency f, summed over those that fold together: real (alias, coarse, 2 O, row alias 2 I)."""
+    """A map K_f at every frequency f, summed over those that fold together."""
 
-    table: Tensor
+    table: Tensor  # real: (column alias, coarse frequency, [re, im] O, row alias, [re, im] I), the last two as one
 
     @classmethod
     def of(cls, blocks: Tensor) -> Fold:

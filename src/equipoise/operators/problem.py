@@ -55,7 +55,9 @@ class MonotoneProblem(nn.Module):
             raise ValueError(f"bias has {len(given)} tensors, z has {len(parts)}: give one for each tier, or fewer.")
         for i, (b, part) in enumerate(zip(given, parts, strict=False)):
             if b.shape != part.shape:
-                raise ValueError(f"bias{f'[{i}]' if len(parts) > 1 else ''} is {tuple(b.shape)}, z {tuple(part.shape)}.")
+                raise ValueError(
+                    f"bias{f'[{i}]' if len(parts) > 1 else ''} is {tuple(b.shape)}, z {tuple(part.shape)}."
+                )
         traced = torch.compiler.is_compiling() or in_transform()
         if not traced and not any(part.requires_grad or bool(part.any()) for part in parts):
             return rebuild(z, self.at_zero(parts, given))

@@ -199,7 +199,8 @@ class Ledger:
 
     def take(self, rows: Tensor) -> Ledger:
         """The entries of some samples, all of them active."""
-        return Ledger(*(select(getattr(self, name), rows) for name in PER_SAMPLE))
+        taken: dict[str, Any] = {name: select(getattr(self, name), rows) for name in PER_SAMPLE}
+        return Ledger(**taken)
 
     def put(self, rows: Tensor, part: Ledger) -> None:
         """Write the entries of some samples back."""
