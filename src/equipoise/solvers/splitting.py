@@ -232,7 +232,7 @@ class ReflectionSolver(SplittingSolver):
     memory: int
 
     def automatic(self, operator: Any) -> float:
-        # 1 / sqrt(m L) is the best step for a symmetric I - W with eigenvalues between m and L. But trained operators have
+        # 1 / sqrt(m L) is the best step for a symmetric I - W with eigenvalues between m and L. Trained ones have
         # few large singular values and many small ones: a size between the largest and the typical one was within one
         # iteration of the best step on dense, convolutional and multi-tier models, from their start to their end.
         return 1 / math.sqrt(operator.m * math.sqrt(operator.lipschitz_estimate() * operator.typical_size()))
