@@ -307,6 +307,27 @@ def test_weights_changed_before_the_backward_pass_are_noticed(spec):
         value.backward()
 
 
+@pytest.mark.parametrize("scale", [0.3, 3.0, 10.0])
+@pytest.mark.parametrize("kind", SPECS)
+def test_the_automatic_step_is_near_the_best_halving(kind, scale):
+    spec = {"dense": Spec(40), "conv": Spec(6, (8, 7), 1.0, True), "multitier": Spec((4, 5), (8, 7), 1.0, True)}[kind]
+    op = spec.build(seed=1)
+    with torch.no_grad():
+        for key, p in op.named_parameters():
+            if key[0] == "h" or kind == "dense":
+                p.mul_(scale if key[0] == "h" else scale**0.5)
+    problem, bias = ops.MonotoneProblem(op), spec.randn(32, seed=2)
+
+    def steps(alpha):
+        loose = eq.Tolerance(relative=1e-2, max_steps=1000)
+        layer = eq.Equilibrium(problem, initial=op.shape, solver=eq.PeacemanRachford(alpha), tolerance=loose)
+        return int(layer.solve(bias, z0=None).stats.steps.median())
+
+    with torch.no_grad():
+        best = min(steps(0.5**k) for k in range(7))
+        assert steps("auto") <= best + max(1, best // 5), (steps("auto"), best)
+
+
 @each_kind
 def test_training_under_autocast(spec):
     case = Case(spec, "tanh")

@@ -193,7 +193,7 @@ def steps_by_alpha(trained: Trained, batch: tuple[Tensor, ...]) -> dict[str, Any
         tried.append(steps_at(trained, batch, 0.5 ** len(tried)))
     automatic = steps_at(trained, batch, "auto")
     return {
-        "L": monotone_layer(trained).f.operator.lipschitz_estimate(),
+        "L": monotone_layer(trained).f.operator.lipschitz_bound(),
         **{
             direction: {
                 "best": tried[best(tried, direction)][direction],

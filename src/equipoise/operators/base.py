@@ -68,20 +68,21 @@ class MonotoneOperator(nn.Module, ABC):
         """||I - W||_2: an upper bound, or a cheaper estimate that is good enough to choose a step by."""
 
     @abstractmethod
-    def typical(self) -> Tensor:
-        """About the root mean square of the singular values of I - W."""
+    def typical(self) -> tuple[Tensor, Tensor]:
+        """About the mean eigenvalue of the symmetric part of I - W, and the root mean square of its singular values."""
 
     def lipschitz_bound(self) -> float:
         """L with ||I - W||_2 <= L, never below it."""
         return self.kept("bound", lambda: float(self.norm(bound=True)))
 
-    def lipschitz_estimate(self) -> float:
-        """About ||I - W||_2, at a fraction of the cost of a bound."""
-        return self.kept("estimate", lambda: float(self.norm(bound=False)))
-
     def typical_size(self) -> float:
-        """About the root mean square of the singular values of I - W, which a few large ones hardly move."""
-        return self.kept("typical", lambda: float(self.typical()))
+        """A size between the smallest and the largest of I - W: the geometric mean of m, two means, and about L."""
+
+        def made() -> float:
+            mean, rms = (float(size) for size in self.typical())
+            return (self.m * mean * rms * float(self.norm(bound=False))) ** 0.25
+
+        return self.kept("typical", made)
 
     def resolvent(self, alpha: float) -> Resolvent:
         """The operator V = (I + alpha (I - W))^-1, factorised once for the weights as they are.

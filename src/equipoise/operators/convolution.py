@@ -100,8 +100,9 @@ class MonotoneConv2d(MonotoneOperator):
         blocks = self.blocks(None if bound else COARSE)
         return blocks_norm(torch.eye(self.channels, dtype=blocks.dtype, device=blocks.device) - blocks, bound=bound)
 
-    def typical(self) -> Tensor:
-        return mean_square(self.kernel()).sqrt()
+    def typical(self) -> tuple[Tensor, Tensor]:
+        mean, square = means(self.kernel())
+        return mean, square.sqrt()
 
     def extra_repr(self) -> str:
         return f"{self.channels}, size={self.size}, m={self.m:g}, normalize={self.normalize}"
@@ -134,9 +135,10 @@ def identity(like: Tensor) -> Tensor:
     return kernel
 
 
-def mean_square(kernel: Tensor) -> Tensor:
-    """The mean of the squared singular values of I - W, from the kernel of W (Parseval's identity)."""
-    return (identity(kernel) - kernel).square().sum() / len(kernel)
+def means(kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """The means of the eigenvalues and of the squared singular values of I - W, from the kernel of W (Parseval)."""
+    rest = identity(kernel) - kernel
+    return rest[:, :, BORDER, BORDER].trace() / len(kernel), rest.square().sum() / len(kernel)
 
 
 def blocks_norm(blocks: Tensor, *, bound: bool) -> Tensor:

@@ -76,9 +76,10 @@ class MonotoneLinear(MonotoneOperator):
         exact = torch.linalg.matrix_norm(torch.eye(len(W), dtype=W.dtype, device=W.device) - W, ord=2)
         return exact * (1 + 1e-10)  # of the rounding of a singular value decomposition in float64
 
-    def typical(self) -> Tensor:
+    def typical(self) -> tuple[Tensor, Tensor]:
         W = self.derive()
-        return torch.linalg.matrix_norm(torch.eye(len(W), dtype=W.dtype, device=W.device) - W) / len(W) ** 0.5
+        F = torch.eye(len(W), dtype=W.dtype, device=W.device) - W
+        return F.trace() / len(W), torch.linalg.matrix_norm(F) / len(W) ** 0.5
 
     def extra_repr(self) -> str:
         return f"{self.features}, m={self.m:g}, normalize={self.normalize}"

@@ -19,7 +19,7 @@ from equipoise.operators.convolution import (
     checked_size,
     composed,
     fresh_kernel,
-    mean_square,
+    means,
 )
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.scope import once_per_solve
@@ -240,14 +240,13 @@ class MonotoneMultiTier(MonotoneOperator):
         assert sizes is not None
         return torch.linalg.matrix_norm(sizes, ord=2) * (1 + 1e-10)
 
-    def typical(self) -> Tensor:
+    def typical(self) -> tuple[Tensor, Tensor]:
         """Of the tiers by themselves, each with the weight of its size."""
-        squares, sizes = [], []
-        for i, shape in enumerate(self.shape):
-            A, B, _ = self.kernels(i)
-            squares.append(mean_square(composed(self.m, A, B)))
-            sizes.append(math.prod(shape))
-        return sum(square * size / sum(sizes) for square, size in zip(squares, sizes, strict=True)).sqrt()  # type: ignore[union-attr]
+        sizes = torch.tensor([math.prod(shape) for shape in self.shape], dtype=torch.float64)
+        kernels = (composed(self.m, A, B) for A, B, _ in map(self.kernels, range(self.tiers)))
+        found = torch.tensor([[float(mean) for mean in means(kernel)] for kernel in kernels], dtype=torch.float64)
+        mean, square = (sizes / sizes.sum()) @ found
+        return mean, square.sqrt()
 
     def extra_repr(self) -> str:
         return f"{self.channels}, size={self.sizes[0]}, m={self.m:g}, normalize={self.normalize}"

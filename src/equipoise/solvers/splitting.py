@@ -232,10 +232,10 @@ class ReflectionSolver(SplittingSolver):
     memory: int
 
     def automatic(self, operator: Any) -> float:
-        # 1 / sqrt(m L) is the best step for a symmetric I - W with eigenvalues between m and L. Trained ones have
-        # few large singular values and many small ones: a size between the largest and the typical one was within one
-        # iteration of the best step on dense, convolutional and multi-tier models, from their start to their end.
-        return 1 / math.sqrt(operator.m * math.sqrt(operator.lipschitz_estimate() * operator.typical_size()))
+        # The best step for a symmetric I - W with eigenvalues between m and L is 1 / sqrt(m L), the inverse of a size in
+        # the middle. Few eigenvalues of real operators are near either end, so that means belong into that size: within
+        # one or two iterations of the best step on random and trained, dense, convolutional and multi-tier operators.
+        return 1 / operator.typical_size()
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
         # What u would be if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
@@ -263,8 +263,8 @@ class PeacemanRachford(ReflectionSolver):
     """Peaceman-Rachford splitting (eq. 7, algorithm 2): converges for every alpha > 0 when I - W >= m I.
 
     Args:
-        alpha: the step, which sets the rate and not the result; "auto" is 1 / sqrt(m l), l between the
-            largest and the typical singular value of I - W.
+        alpha: the step, which sets the rate and not the result; "auto" is near the best for the weights as
+            they are: the inverse of a size between the smallest and the largest of I - W.
         memory: differences kept by a safeguarded Anderson acceleration of u; 0 is none. The equilibrium is still
             reached from everywhere, the linear rate is no longer promised.
 
