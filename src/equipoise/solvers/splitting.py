@@ -231,7 +231,7 @@ class ReflectionSolver(SplittingSolver):
     memory: int
 
     def automatic(self, operator: Any) -> float:
-        # The best step for a symmetric I - W with eigenvalues between m and L is 1 / sqrt(m L), the inverse of a size in
+        # The best step for a symmetric I - W with eigenvalues between m and L is the inverse of sqrt(m L), a size in
         # the middle. Few eigenvalues of real operators are near either end, so that means belong into that size: equal
         # to the best step, or within an iteration or two, on random and trained operators of every kind.
         return 1 / operator.typical_size()
