@@ -89,7 +89,8 @@ def assert_solved(case, sol, tolerance=1e-8):
     torch.testing.assert_close(per_sample(sol.value).detach(), case.answer(), rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         again = true_residual(case.problem, sol.value, case.bias)
-    torch.testing.assert_close(sol.stats.residual, again, rtol=0.01, atol=2e-14)
+    # W z + b follows from numbers that may be much larger than f(z): rounding counts that much more.
+    torch.testing.assert_close(sol.stats.residual, again, rtol=0.01, atol=1e-11)
 
 
 # The equilibrium
