@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import equipoise as eq
+from equipoise.lab.machine import keep_freed_memory
 from equipoise.models.mondeq import MonDEQ
 from plain_mondeq import PlainMonDEQ
 
@@ -273,6 +274,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as when training; both profit
     print(f"equipoise {eq.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, ", end="")
     print(f"batch {arguments.batch}, kernels of scale {arguments.scale:g}")
     clock = process_time if arguments.cpu else perf_counter
