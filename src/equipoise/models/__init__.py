@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch import nn
@@ -33,3 +34,12 @@ def create_model(name: str, **options: Any) -> nn.Module:
         >>> model = eq.create_model("conv-equilibrium", shape=(1, 28, 28), classes=10, channels=32)
     """
     return call(MODELS[name], options, {}, f"model {name!r}")
+
+
+def __getattr__(name: str) -> Any:
+    """Models by the names of their classes, imported when asked for."""
+    for path in MODELS.entries.values():
+        module, _, found = path.partition(":")
+        if found == name:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'equipoise.models' has no attribute {name!r}")
