@@ -372,7 +372,6 @@ def test_diagonal_is_its_own_derivative_and_can_be_narrowed():
         (nn.Hardtanh(), HardTanh()),
         (BorderZero(ReLU(), (2, 2)), BorderZero(ReLU(), (2, 2))),
     ],
-    ids=str,
 )
 def test_what_an_activation_can_be_asked_for_by(given, made):
     found = activation(given)
@@ -437,7 +436,6 @@ UNWRITTEN = "it is a proximal map, but one whose prox\\^alpha is not written her
         (ReLU, TypeError, r"activation is the class ReLU; give an object: ReLU\(\)"),
         (nn.ReLU, TypeError, r"give an object: ReLU\(\)"),
     ],
-    ids=str,
 )
 def test_what_is_no_proximal_activation_is_refused(given, error, words):
     with pytest.raises(error, match=words):
