@@ -230,6 +230,16 @@ def test_equilibrium_module(spec):
 
 
 @each_kind
+def test_start_is_zero_in_the_memory_order_of_operators(spec):
+    case = Case(spec)
+    start = case.problem.start(case.bias)
+    for zeros, image in zip(flatten(start), flatten(case.op(case.bias)), strict=True):
+        assert zeros.shape == image.shape
+        assert zeros.stride() == image.stride()
+        assert not zeros.any()
+
+
+@each_kind
 @each_solver
 def test_a_warm_start_saves_steps(spec, solver):
     case = Case(spec, "tanh")

@@ -112,12 +112,15 @@ class Adjoint:
     def pull_by_splitting(self, problem: Problem, split: Any, record: Tensor, cotangent: Tensor) -> Tensor:
         """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
         cotangent = problem.layout.arranged(cotangent.detach())
-        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = SplitAdjoint(problem, split.adjoint(record.detach(), torch.where(finite, cotangent, 0.0)))
+        finite = torch.isfinite(cotangent.sum(dim=1, dtype=torch.float64))[:, None]  # a sum with a NaN is one
+        whole = bool(finite.all())
+        system = SplitAdjoint(
+            problem, split.adjoint(record.detach(), cotangent if whole else torch.where(finite, cotangent, 0.0))
+        )
         guess = torch.zeros_like(cotangent) if self.start is None else self.start(cotangent)
         solved = solve(system, guess, system(guess), self.solver, self.tolerance)
         self.report.backward(solved, self.rows, self.batch)
-        return torch.where(finite, solved.z, cotangent)
+        return solved.z if whole else torch.where(finite, solved.z, cotangent)
 
     def differentiable_pull(
         self,

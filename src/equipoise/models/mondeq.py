@@ -82,7 +82,7 @@ class MonDEQ(nn.Module):
             self.inject = nn.Conv2d(shape[0], operator.channels[0], 3, padding=1)
             features = math.prod(operator.shape[-1])
         problem = MonotoneProblem(operator, activation)
-        self.layer = Equilibrium(problem, initial=operator.shape, solver=PeacemanRachford(), tolerance=TOLERANCE)
+        self.layer = Equilibrium(problem, initial=problem.start, solver=PeacemanRachford(), tolerance=TOLERANCE)
         self.head = nn.Linear(features, classes)
 
     @property
@@ -105,8 +105,8 @@ class MonDEQ(nn.Module):
             return z[-1].flatten(1)
         height, width = (n // self.pool for n in self.size)
         kept = memory(z)[: height * self.pool, : width * self.pool]
-        squares = kept.unflatten(1, (width, self.pool)).unflatten(0, (height, self.pool))
-        return images(squares.mean(dim=(1, 3))).flatten(1)
+        averaged = kept.unflatten(0, (height, self.pool)).mean(dim=1)  # one side after the other: many times faster
+        return images(averaged.unflatten(1, (width, self.pool)).mean(dim=2)).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(self.layer(self.bias(self.normalize(x)))))

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from equipoise.layout import Layout, leaves, rebuild
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
-from equipoise.operators.base import MonotoneOperator
+from equipoise.operators.base import MonotoneOperator, is_leaf, tree
 from equipoise.operators.spectrum import images, memory
 from equipoise.scope import Scope
 from equipoise.solvers.splitting import Splitting
@@ -47,6 +47,17 @@ class MonotoneProblem(nn.Module):
         pre = self.preactivation(z, bias)
         parts = [s(part) for s, (_, part) in zip(self.activations, leaves(pre, "z"), strict=True)]
         return rebuild(z, parts)
+
+    def start(self, bias: Any) -> Any:
+        """Zeros like z, in the memory order in which operators compute; for ``Equilibrium(initial=problem.start)``."""
+        like = leaves(bias, "bias")[0][1]
+        parts = []
+        for shape in tree(self.operator.shape):
+            if len(shape) == 3:
+                parts.append(images(like.new_zeros(shape[1], shape[2], shape[0], len(like))))
+            else:
+                parts.append(like.new_zeros(len(like), *shape))
+        return parts[0] if is_leaf(self.operator.shape) else tuple(parts)
 
     def preactivation(self, z: Any, bias: Any) -> Any:
         """W z + bias. The bias may be given for the first tiers only."""
