@@ -31,12 +31,12 @@ import equipoise as eq
 from contenders import Contender, Equipoise, contenders, direction, loss
 from probe import Probe
 from problems import PROBLEMS, Problem, endless, leaves, one_slow_sample, relative_residual
+from tables import Row, show
 
 LOOSE, TIGHT = 1e-3, 1e-6
 LIMIT = eq.Tolerance(relative=TIGHT, max_steps=200)
 REFERENCE = "Anderson(6)"
 
-Row = dict[str, object]
 T = TypeVar("T")
 
 
@@ -255,26 +255,6 @@ def rows_alone(problem: Problem, player: Contender) -> int:
         sample = replace(problem, z0=problem.z0[i : i + 1], inputs=tuple(x[i : i + 1] for x in problem.inputs))
         total += player.prepare(sample, TIGHT) or 0
     return total
-
-
-# --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def show(title: str, rows: Sequence[Row]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([text(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(f"\n{title}")
-    for line in cells:
-        print("  " + "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]), flush=True)
-
-
-def text(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.1e}" if value < 1e-2 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-    return str(value)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ import equipoise as eq
 from equipoise.lab.machine import keep_freed_memory
 from equipoise.models.mondeq import MonDEQ
 from plain_mondeq import PlainMonDEQ
+from tables import Row, show
 
 MODELS: dict[str, tuple[tuple[int, int, int], tuple[int, ...]]] = {  # table E1; its "54" has the parameters of 56
     "conv54": ((1, 28, 28), (54,)),
@@ -44,7 +45,6 @@ MODELS: dict[str, tuple[tuple[int, int, int], tuple[int, ...]]] = {  # table E1;
 LOOSE, TIGHT = 1e-2, 1e-5
 FINER = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
 
-Row = dict[str, object]
 Clock = Callable[[], float]
 
 
@@ -238,24 +238,6 @@ def seconds(run: Callable[[], None], clock: Clock) -> float:
     began = clock()
     run()
     return clock() - began
-
-
-# --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def show(title: str, rows: Sequence[Row]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([text(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(f"\n{title}")
-    for line in cells:
-        print("  " + "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]), flush=True)
-
-
-def text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.1e}" if value < 1e-2 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-    return str(value)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from equipoise.operators.activations import (
     Tanh,
     activation,
 )
-from equipoise.solvers.splitting import Diagonal
+from equipoise.solvers.structure import Diagonal
 
 DOUBLE = torch.float64
 SMOOTH = [Tanh(), Sigmoid(), Softplus()]

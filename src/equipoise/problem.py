@@ -80,7 +80,7 @@ class Problem(ABC):
         return self
 
     def splitting(self) -> Any:
-        """What a splitting solver needs, a :class:`~equipoise.solvers.splitting.Splitting`; None without structure."""
+        """What a splitting solver needs, a :class:`~equipoise.solvers.structure.Splitting`; None without structure."""
         return None
 
     def product(self, rows: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ from equipoise.lab.evaluate import prepared, quiet_failures
 from equipoise.lab.figures import BLUE, GREEN, ORANGE, blank, finished
 from equipoise.lab.files import whole, write_json
 from equipoise.lab.loader import seed_everything
-from equipoise.lab.looking import Trained, open_trained
+from equipoise.lab.looking import Trained, open_trained, samples_of
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import parse_override
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
 from equipoise.models.certificate import Certificate, Certifier
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
@@ -164,12 +163,7 @@ def certify_run(
             f"the model {trained.recipe.model.name!r} of {run.folder} has no certificate: --certify is for models of "
             "which something is proven, such as 'mondeq'."
         )
-    samples = getattr(load_data(trained.recipe, run.data_folders(folders)), split)
-    if samples is None:
-        raise ValueError(f"there is no split {split!r} in this run: it was trained with data.validation = 0.")
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit is {limit}; it must be at least 1.")
-    found = certified(trained, samples if limit is None else spread(samples, limit), trial)
+    found = certified(trained, samples_of(run, trained, folders, split, limit), trial)
     write_json(run.folder / "certified.json", {"split": split, "weights": trained.file.stem, **found.record()})
     with whole(run.folder / "certified.png") as part:
         certified_figure(found).savefig(part, format="png", dpi=150)

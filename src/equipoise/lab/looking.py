@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.lab.build import build_task
 from equipoise.lab.data import DataSet
-from equipoise.lab.data.base import spread
+from equipoise.lab.data.base import Split, spread
 from equipoise.lab.data.decoding import fitted, opened, pixels
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, quiet_failures
 from equipoise.lab.loading import data_facts, open_checkpoint, weights_file
@@ -71,16 +71,22 @@ def evaluate_run(
 ) -> Evaluation:
     """Measure a trained run on a split of its data."""
     trained = open_trained(run, machine, weights, task, changes)
+    samples = samples_of(run, trained, folders, split, limit)
+    size = trained.recipe.training.evaluation_batch_size
+    return evaluate(trained.model, trained.task, samples, trained.setting, machine, size, trained.recipe.seed)
+
+
+def samples_of(run: Run, trained: Trained, folders: Sequence[Path], split: str, limit: int | None) -> Split:
+    """A split of the data that a run was trained on, or so many of its samples, spread over it evenly."""
     data: DataSet = load_data(trained.recipe, run.data_folders(folders))
     samples = getattr(data, split)
     if samples is None:
         raise ValueError(f"{data.name} has no split {split!r} in this run: it was trained with data.validation = 0.")
-    if limit is not None:
-        if limit < 1:
-            raise ValueError(f"--limit is {limit}; it must be at least 1.")
-        samples = spread(samples, limit)
-    size = trained.recipe.training.evaluation_batch_size
-    return evaluate(trained.model, trained.task, samples, trained.setting, machine, size, trained.recipe.seed)
+    if limit is None:
+        return samples
+    if limit < 1:
+        raise ValueError(f"--limit is {limit}; it must be at least 1.")
+    return spread(samples, limit)
 
 
 def predict_images(run: Run, images: Sequence[Path], machine: Machine, weights: str = "best") -> list[dict[str, Any]]:

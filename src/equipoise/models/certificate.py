@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from equipoise.layout import leaves, rebuild
 from equipoise.operators import MonotoneConv2d, MonotoneLinear
+from equipoise.operators.base import is_leaf, tree
 from equipoise.solvers import DouglasRachford, ForwardBackward, PeacemanRachford
 from equipoise.solvers.splitting import SplittingSolver
 from equipoise.stability import conv2d_norm_bound, operator_norm_bound
@@ -229,17 +230,13 @@ def readings(model: Any) -> tuple[Tensor, Tensor]:
     like = model.head.weight
     with torch.enable_grad():
         image = like.new_zeros(classes, channels, *model.size, requires_grad=True)
-        zeros = [like.new_zeros(classes, *size, requires_grad=True) for size in leaf_shapes(shape)]
-        z = zeros[0] if isinstance(shape[0], int) else tuple(zeros)
+        zeros = [like.new_zeros(classes, *size, requires_grad=True) for size in tree(shape)]
+        z = zeros[0] if is_leaf(shape) else tuple(zeros)
         read = torch.autograd.grad(model.features(z), zeros, like, materialize_grads=True)
         read = [inner(part, size) for part, size in zip(read, model.operator.inner, strict=True)]
         biases = [part for _, part in leaves(model.bias(model.normalize(image)), "bias")]
         (written,) = torch.autograd.grad(biases, image, read[: len(biases)])
     return torch.cat([part.flatten(1) for part in read], dim=1), written.flatten(1)
-
-
-def leaf_shapes(shape: Any) -> list[tuple[int, ...]]:
-    return [shape] if isinstance(shape[0], int) else list(shape)
 
 
 def inner(part: Tensor, size: tuple[int, int] | None) -> Tensor:

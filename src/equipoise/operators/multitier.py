@@ -132,7 +132,7 @@ class MonotoneMultiTier(MonotoneOperator):
                 image = torch.baddbmm(image, tier.A.mT, transform.forward(below), alpha=-2)
             if tier.fold is not None:
                 folded = tier.fold.down(spectra)
-                image = image - tier.fold.up(folded)
+                image = image - tier.fold.lift(folded)
                 below = self.placed(i, folded)
             found.append(images(transform.inverse(image)))
         return tuple(found)
@@ -150,7 +150,7 @@ class MonotoneMultiTier(MonotoneOperator):
             spectra = transform.forward(memory(z[i]))
             image = torch.bmm(tier.within.mT, spectra)
             if tier.fold is not None and above is not None:  # W_{i+1,i}^T = -2 S_i^T A_{i+1}
-                image = image - tier.fold.up(tier.fold.down(spectra) + 2 * self.taken(i, above))
+                image = image - tier.fold.lift(tier.fold.down(spectra) + 2 * self.taken(i, above))
             if i:
                 above = transform.inverse(torch.bmm(tier.A, spectra))
             found.append(images(transform.inverse(image)))
@@ -214,7 +214,7 @@ class MonotoneMultiTier(MonotoneOperator):
             tier, transform = factors[i], self.spectrum(i, z[i])
             right = transform.forward(memory(z[i]))
             if tier.fold is not None and above is not None:  # alpha W_{i+1,i}^T x_{i+1}
-                right = right - 2 * alpha * tier.fold.up(self.taken(i, above))
+                right = right - 2 * alpha * tier.fold.lift(self.taken(i, above))
             x = torch.bmm(tier.inverse.mT, right)
             if tier.left is not None and tier.right is not None:
                 x = x - tier.left.lift(tier.right.sum(right))
@@ -290,7 +290,7 @@ class Fold:
         return torch.baddbmm(torch.bmm(self.table[0], split[0]), self.table[1], split[1])
 
     def lift(self, spectra: Tensor) -> Tensor:
-        """K_f^H y^ at every frequency: (frequency, 2 I, batch), the adjoint of :meth:`sum`."""
+        """K_f^H y^ at every frequency, (frequency, 2 I, batch): the adjoint of :meth:`sum`, spectrum of S^T y."""
         aliases, coarse, _, inputs = self.table.shape
         lifted = torch.matmul(self.table.mT, spectra)
         return lifted.view(aliases * coarse * STRIDE, inputs // STRIDE, spectra.shape[2])
@@ -298,10 +298,6 @@ class Fold:
     def down(self, spectra: Tensor) -> Tensor:
         """The spectrum of S z: dropping pixels averages the frequencies that fold together (D19)."""
         return self.sum(spectra) / STRIDE**2
-
-    def up(self, spectra: Tensor) -> Tensor:
-        """The spectrum of S^T y: zeros between pixels repeat the spectrum."""
-        return self.lift(spectra)
 
 
 @dataclass

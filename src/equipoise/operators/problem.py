@@ -15,7 +15,7 @@ from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
 from equipoise.operators.spectrum import images, memory
 from equipoise.scope import Scope
-from equipoise.solvers.splitting import Splitting
+from equipoise.solvers.structure import Splitting
 
 
 class MonotoneProblem(nn.Module):
@@ -66,9 +66,8 @@ class MonotoneProblem(nn.Module):
             raise ValueError(f"bias has {len(given)} tensors, z has {len(parts)}: give one for each tier, or fewer.")
         for i, (b, part) in enumerate(zip(given, parts, strict=False)):
             if b.shape != part.shape:
-                raise ValueError(
-                    f"bias{f'[{i}]' if len(parts) > 1 else ''} is {tuple(b.shape)}, z {tuple(part.shape)}."
-                )
+                name = "bias" if len(parts) == 1 else f"bias[{i}]"
+                raise ValueError(f"{name} is {tuple(b.shape)}; it must be shaped like z, {tuple(part.shape)}.")
         traced = torch.compiler.is_compiling() or in_transform()
         if not traced and not any(part.requires_grad or bool(part.any()) for part in parts):
             return rebuild(z, self.at_zero(parts, given))
