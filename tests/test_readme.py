@@ -71,3 +71,21 @@ def test_the_table_of_results_says_what_the_runs_say(path):
         f"| {result['seconds'] / 60:.0f} min |",
     ):
         assert said in row
+
+
+def test_the_example_of_mondeq_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "mondeq.md").read_text(), re.M | re.S)
+    names: dict = {}
+    exec(compile(block, "docs/mondeq.md", "exec"), names)
+    assert names["z"].shape == (8, 64)
+    assert names["op"].A.grad is not None
+
+
+def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_measured():
+    folder, said = ROOT / "results" / "mondeq", " ".join((ROOT / "results" / "README.md").read_text().split())
+    certified = json.loads((folder / "mnist-fc-certified.json").read_text())
+    assert certified["violations"] == 0
+    assert f"none of {certified['inside']} attacks inside a certified radius succeeded" in said
+    for name in ("figure2", "figure2-fc"):
+        for run in json.loads((folder / f"{name}.json").read_text())["runs"]:
+            assert run["summary"]["forward"] == {"auto above best": 0, "not converged": 0}
