@@ -147,9 +147,7 @@ def run(
         solved = forward.solve()
         rows = solved.z.clone()  # f may have returned one of its inputs
         if torch.is_grad_enabled() and any(named_sources(problem)):
-            with torch.no_grad():
-                image = problem(rows)
-            require_gradient_paths(problem, rows, image)  # nothing has a path: is nothing needed, or all cut off?
+            require_gradient_paths(problem, rows, rows)  # nothing has a path: is nothing needed, or all cut off?
     report.failure(solved.stats, "forward")
     value = problem.layout.unpack(rows)
     if problem.needs_gradient:  # copies, so that the caller may change them in place

@@ -18,16 +18,19 @@ from equipoise.layout import leaves, rebuild
 from equipoise.problem import FunctionProblem
 
 
-def require_gradient_paths(problem: FunctionProblem, rows: Tensor, image: Tensor) -> None:
-    """Raise if f at ``rows``, recorded as ``image``, depends on a tensor that no gradient would reach.
+def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tensor) -> None:
+    """Raise if f at ``rows``, recorded in the graph of ``record``, depends on a tensor that no gradient would reach.
 
     If ``rows`` is a leaf that requires a gradient, the state itself is looked at too: a z that is cut off inside f
     would make its Jacobian look like zero.
     """
-    missing = unreachable(image, list(named_sources(problem)))
-    lost = unreachable_state(problem, rows, image) if rows.is_leaf and rows.requires_grad else []
-    everything = [tensor for _, tensor in missing], [columns for _, columns in lost]
-    if not (missing or lost) or not changes(problem, rows, image, *everything):
+    missing = unreachable(record, list(named_sources(problem)))
+    lost = unreachable_state(problem, rows, record) if rows.is_leaf and rows.requires_grad else []
+    if not (missing or lost):
+        return
+    with torch.no_grad():
+        image = problem(rows)
+    if not changes(problem, rows, image, [tensor for _, tensor in missing], [columns for _, columns in lost]):
         return
     if changes(problem, rows, image, [], []):
         return  # f changes by itself, which is another fault and reported as such

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -113,10 +113,13 @@ class ImplicitGradient(GradientRule):
             relative = forward.tolerance.relative or Tolerance.relative
             tolerance = dataclasses.replace(forward.tolerance, relative=relative, absolute=0.0)
 
-        def attach(problem: FunctionProblem, equilibrium: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        def attach(part: Solved, rows: Tensor) -> Tensor:
+            problem = cast(FunctionProblem, part.problem)
             adjoint = Adjoint(solver, tolerance, report, rows, batch, self.guess(forward, solved, rows))
-            value, z, image = adjoint.attach(problem, equilibrium)
-            check_record(problem, z, image, residual)
+            value, z, record = adjoint.attach(problem, part.z, part.companion)
+            require_gradient_paths(problem, z, record)
+            if not solver.structured:
+                check_record(problem, z, record, part.stats.residual)
             return value
 
         return on_finite_samples(solved, attach), solved
@@ -156,15 +159,16 @@ class PhantomGradient(GradientRule):
         solved = forward.solve()
         return on_finite_samples(solved, self.attach), solved
 
-    def attach(self, problem: FunctionProblem, equilibrium: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
-        z = equilibrium
+    def attach(self, part: Solved, rows: Tensor) -> Tensor:
+        problem, z = cast(FunctionProblem, part.problem), part.z
         for k in range(self.steps):
             image = recorded(problem, z)
             if k == 0:
-                check_record(problem, z, image, residual)
+                require_gradient_paths(problem, z, image)
+                check_record(problem, z, image, part.stats.residual)
             z = torch.lerp(image, z, self.damping) if self.damping else image
         # The value stays the equilibrium, whose residual was measured: only its gradient is that of the steps.
-        return with_gradient_of(z, equilibrium)
+        return with_gradient_of(z, part.z)
 
 
 @options
@@ -222,8 +226,7 @@ def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tens
 
 
 def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
-    """The recorded image must reach every tensor that needs a gradient, and be the one the solver saw."""
-    require_gradient_paths(problem, z, image)
+    """The recorded image must be the one the solver saw."""
     with torch.no_grad():
         again = relative_residual(row_norms(image - z), row_norms(image))
         allowed = 0.01 * residual + 100 * problem.rounding
@@ -237,17 +240,15 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
             )
 
 
-def on_finite_samples(solved: Solved, attach: Callable[[FunctionProblem, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]) -> Tensor:
     """Attach a gradient where f is finite at the value; a sample where it is not would spoil every gradient sum.
 
     Leaving samples out needs explicit inputs; without them all samples are recorded together.
     """
-    residual, problem = solved.stats.residual, solved.problem
-    assert isinstance(problem, FunctionProblem)
+    residual = solved.stats.residual
     rows = torch.isfinite(residual).nonzero().squeeze(1)
-    if not problem.gatherable or len(rows) == len(residual):
-        return attach(problem, solved.z, residual, torch.arange(len(residual), device=rows.device))
+    if not solved.problem.gatherable or len(rows) == len(residual):
+        return attach(solved, torch.arange(len(residual), device=rows.device))
     if not len(rows):
         return solved.z.clone().requires_grad_()  # nothing to differentiate; a backward pass finds that out in peace
-    part = attach(problem.take(rows), solved.z[rows], residual[rows], rows)
-    return solved.z.index_copy(0, rows, part)
+    return solved.z.index_copy(0, rows, attach(solved.take(rows), rows))

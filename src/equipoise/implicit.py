@@ -48,7 +48,9 @@ class Report:
         solution = self.solution() if self.solution is not None else None
         if solution is not None:
             solution.backward = solved.stats.spread(rows, batch)
-            adjoint = solved.z.new_zeros(batch, solved.z.shape[1]).index_copy(0, rows, solved.z)
+            adjoint = solved.z
+            if len(rows) < batch:
+                adjoint = solved.z.new_zeros(batch, solved.z.shape[1]).index_copy(0, rows, solved.z)
             solution.adjoint = solved.problem.layout.unpack(adjoint)
         self.failure(solved.stats, "backward")
 
@@ -77,8 +79,16 @@ class Adjoint:
     batch: int
     start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
 
-    def attach(self, problem: Problem, solution: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``solution`` with the gradient of a fixed point of ``problem``, and the record z -> image that gives it."""
+    def attach(
+        self, problem: Problem, solution: Tensor, pre: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``solution`` with the gradient of a fixed point of ``problem``, and the record at z that gives it.
+
+        Args:
+            problem: z = f(z).
+            solution: of it, as rows.
+            pre: W z + b there, where a splitting solver knows it; then nothing is evaluated again.
+        """
         sources = problem.sources
         views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
         narrow = problem.with_sources(views)
@@ -86,18 +96,19 @@ class Adjoint:
             z = solution.detach()  # no product with W^T is asked of autograd
             split = narrow.splitting()
             split.share(problem.splitting())
-            with torch.enable_grad():
-                record = split.product(z) + split.bias
-                image = split.activation(record)
+            if pre is None:
+                with torch.no_grad():
+                    pre = split.preactivation(z)
+            record = split.recorded(z, pre)
             first = partial(self.pull_by_splitting, narrow, split, record)
-            full = split.product_adjoint
+            full, before = split.product_adjoint, partial(split.activation, pre)
         else:
             z = solution.detach().requires_grad_()
-            record = image = recorded(narrow, z)
-            first, full = partial(self.pull, narrow, z, image), None
-        captured = captured_tensors(image, [z, *views], problem.visible_tensors)
-        higher = partial(self.differentiable_pull, problem, image.detach(), len(sources), full)
-        return _Attach.apply(first, higher, record, solution, *sources, *captured), z, image
+            record = recorded(narrow, z)
+            first, full, before = partial(self.pull, narrow, z, record), None, record.detach
+        captured = captured_tensors(record, [z, *views], problem.visible_tensors)
+        higher = partial(self.differentiable_pull, problem, before, len(sources), full)
+        return _Attach.apply(first, higher, record, solution, *sources, *captured), z, record
 
     def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
         """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
@@ -112,8 +123,9 @@ class Adjoint:
     def pull_by_splitting(self, problem: Problem, split: Any, record: Tensor, cotangent: Tensor) -> Tensor:
         """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
         cotangent = problem.layout.arranged(cotangent.detach())
-        finite = torch.isfinite(cotangent.sum(dim=1, dtype=torch.float64))[:, None]  # a sum with a NaN is one
-        whole = bool(finite.all())
+        finite = torch.isfinite(cotangent.sum(dim=1))[:, None]  # a sum with a NaN is one
+        if not (whole := bool(finite.all())):  # or one that has overflowed
+            finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
         system = SplitAdjoint(
             problem, split.adjoint(record.detach(), cotangent if whole else torch.where(finite, cotangent, 0.0))
         )
@@ -125,7 +137,7 @@ class Adjoint:
     def differentiable_pull(
         self,
         problem: Problem,
-        before: Tensor,
+        before: Callable[[], Tensor],
         count: int,
         full: Callable[[Tensor], Tensor] | None,
         u: Tensor,
@@ -141,7 +153,7 @@ class Adjoint:
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
-        if not agree(problem, image, before):
+        if not agree(problem, image, before()):
             raise RuntimeError(ANOTHER_FUNCTION)
         if any("CompiledFunction" in node.name() for node, _ in edges(image, [at, *sources])):
             raise RuntimeError(

@@ -76,6 +76,11 @@ class Statistics:
     def converged(self) -> Tensor:
         return self.result == Result.CONVERGED
 
+    def take(self, rows: Tensor) -> Statistics:
+        """These statistics of some samples, without a trace."""
+        result, steps, residual = (entry[rows] for entry in (self.result, self.steps, self.residual))
+        return Statistics(result, steps, residual, self.evaluations, self.rows)
+
     def spread(self, rows: Tensor, batch: int) -> Statistics:
         """These statistics of the samples ``rows`` as those of a whole batch; the others had no finite f to solve."""
         if len(rows) == batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equipoise.validation import options, require
 
@@ -48,6 +49,17 @@ def relative_residual(residual: Tensor, scale: Tensor) -> Tensor:
 
 def row_norms(rows: Tensor) -> Tensor:
     """The 2-norm of every row of a (batch, n) matrix."""
-    if rows.shape[0] > 1 and rows.stride(0) == 1 and not rows.is_contiguous():
+    if columns_in_memory(rows):
         return rows.square().sum(dim=1).sqrt_()  # columns in memory, for which vector_norm is ten times slower
     return torch.linalg.vector_norm(rows, dim=1)
+
+
+def row_distances(a: Tensor, b: Tensor) -> Tensor:
+    """The 2-norm of every row of a - b."""
+    if columns_in_memory(a):
+        return F.mse_loss(a, b, reduction="none").sum(dim=1).sqrt_()  # their squared difference, in one pass
+    return row_norms(a - b)
+
+
+def columns_in_memory(rows: Tensor) -> bool:
+    return rows.shape[0] > 1 and rows.stride(0) == 1 and not rows.is_contiguous()

@@ -97,6 +97,10 @@ class MonotoneOperator(nn.Module, ABC):
                 return Resolvent(self, alpha, self.factorise(alpha))
         return Resolvent(self, alpha, self.kept(("resolvent", alpha), lambda: self.factorise(alpha)))
 
+    def recorded(self, z: Any) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """W z for its gradient only: for every tensor of it one from which it is made, and the transpose of that."""
+        return [(part, lambda cotangent: cotangent) for _, part in leaves(self(z), "W z")]
+
     def as_matrix(self) -> Tensor:
         """W as a dense (n, n) matrix; for small n."""
         return dense_matrix(self, self.shape, next(self.parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ class MonotoneConv2d(MonotoneOperator):
         transform = spectrum(self.grid, z)
         with full_precision(self):
             return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
+
+    def recorded(self, z: Tensor) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        transform = spectrum(self.grid, z)
+        with full_precision(self):
+            product = torch.bmm(self.weight, transform.forward(memory(z)))
+        return [(product, lambda cotangent: transform.pull(memory(cotangent)))]
 
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)

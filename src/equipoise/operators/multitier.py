@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,9 +121,17 @@ class MonotoneMultiTier(MonotoneOperator):
     def forward(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         check_value(z, self.shape, "MonotoneMultiTier")
         with full_precision(self):
-            return self.product(z)
+            return tuple(images(transform.inverse(product)) for transform, product in self.products(z))
 
-    def product(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def recorded(self, z: tuple[Tensor, ...]) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        def pull(transform: Spectrum, cotangent: Tensor) -> Tensor:
+            return transform.pull(memory(cotangent))
+
+        with full_precision(self):
+            return [(product, partial(pull, transform)) for transform, product in self.products(z)]
+
+    def products(self, z: tuple[Tensor, ...]) -> list[tuple[Spectrum, Tensor]]:
+        """The spectrum of W z in every tier, with its transform."""
         found, below = [], None
         for i, (part, tier) in enumerate(zip(z, self.weights(), strict=True)):
             transform = self.spectrum(i, part)
@@ -132,10 +141,10 @@ class MonotoneMultiTier(MonotoneOperator):
                 image = torch.baddbmm(image, tier.A.mT, transform.forward(below), alpha=-2)
             if tier.fold is not None:
                 folded = tier.fold.down(spectra)
-                image = image - tier.fold.lift(folded)
+                tier.fold.subtract_lifted(folded, image)
                 below = self.placed(i, folded)
-            found.append(images(transform.inverse(image)))
-        return tuple(found)
+            found.append((transform, image))
+        return found
 
     def adjoint(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         check_value(z, self.shape, "MonotoneMultiTier")
@@ -150,7 +159,7 @@ class MonotoneMultiTier(MonotoneOperator):
             spectra = transform.forward(memory(z[i]))
             image = torch.bmm(tier.within.mT, spectra)
             if tier.fold is not None and above is not None:  # W_{i+1,i}^T = -2 S_i^T A_{i+1}
-                image = image - tier.fold.lift(tier.fold.down(spectra) + 2 * self.taken(i, above))
+                tier.fold.subtract_lifted(tier.fold.down(spectra) + 2 * self.taken(i, above), image)
             if i:
                 above = transform.inverse(torch.bmm(tier.A, spectra))
             found.append(images(transform.inverse(image)))
@@ -171,6 +180,9 @@ class MonotoneMultiTier(MonotoneOperator):
         At a coarse frequency S_i sums K_f z^_f over the four frequencies f that fold into it, and takes a quarter. With
         P the block-diagonal part without S_i, (P + alpha/4 K^H K)^-1 = P^-1 - P^-1 K^H G^-1 K P^-1,
         G = 4/alpha I + K P^-1 K^H.
+
+        What is left of tier i in the equation of tier i + 1 is then at hand: K (P + alpha/4 K^H K)^-1 = 4/alpha G^-1 K
+        P^-1, and transposed likewise.
         """
         found = []
         for i in range(self.tiers):
@@ -184,8 +196,8 @@ class MonotoneMultiTier(MonotoneOperator):
             PK = inverse @ K.mH
             coupling = folded_sum(KP @ K.mH)
             G = STRIDE**2 / alpha * torch.eye(K.shape[1], dtype=W.dtype, device=W.device) + coupling
-            right = PK @ unfolded(torch.linalg.inv(G))
-            found.append(Factors(real(inverse), real(A), Fold.of(K), Fold.of(KP), Fold.of(right.mH)))
+            strided = Woodbury(Fold.of(KP), real(torch.linalg.inv(G)), Fold.of(PK.mH))
+            found.append(Factors(real(inverse), real(A), strided))
         return found
 
     def solve(self, factors: list[Factors], alpha: float, z: Any, *, adjoint: bool) -> tuple[Tensor, ...]:
@@ -202,9 +214,10 @@ class MonotoneMultiTier(MonotoneOperator):
             if below is not None:  # alpha W_{i,i-1} x_{i-1}
                 right = torch.baddbmm(right, tier.A.mT, transform.forward(below), alpha=-2 * alpha)
             x = torch.bmm(tier.inverse, right)
-            if tier.fold is not None and tier.left is not None and tier.right is not None:
-                x = x - tier.right.lift(tier.left.sum(right))
-                below = self.placed(i, tier.fold.down(x))
+            if (strided := tier.strided) is not None:
+                y = torch.bmm(strided.inverse, strided.left.sum(right))
+                strided.right.subtract_lifted(y, x)
+                below = self.placed(i, y / alpha)
             found.append(images(transform.inverse(x)))
         return tuple(found)
 
@@ -213,11 +226,10 @@ class MonotoneMultiTier(MonotoneOperator):
         for i in reversed(range(self.tiers)):
             tier, transform = factors[i], self.spectrum(i, z[i])
             right = transform.forward(memory(z[i]))
-            if tier.fold is not None and above is not None:  # alpha W_{i+1,i}^T x_{i+1}
-                right = right - 2 * alpha * tier.fold.lift(self.taken(i, above))
             x = torch.bmm(tier.inverse.mT, right)
-            if tier.left is not None and tier.right is not None:
-                x = x - tier.left.lift(tier.right.sum(right))
+            if (strided := tier.strided) is not None and above is not None:  # alpha W_{i+1,i}^T x_{i+1}
+                y = torch.add(strided.right.sum(right), self.taken(i, above), alpha=2 * STRIDE**2)
+                strided.left.subtract_lifted(torch.bmm(strided.inverse.mT, y), x)
             if i:
                 above = transform.inverse(torch.bmm(tier.A, x))
             found.append(images(transform.inverse(x)))
@@ -261,12 +273,6 @@ def folded_sum(blocks: Tensor) -> Tensor:
     return blocks.view(STRIDE, -1, STRIDE, *blocks.shape[1:]).sum(dim=(0, 2))
 
 
-def unfolded(blocks: Tensor) -> Tensor:
-    """(coarse frequency, ...) repeated for the four frequencies of each."""
-    shape = (STRIDE, len(blocks), STRIDE, *blocks.shape[1:])
-    return blocks[None, :, None].expand(shape).reshape(-1, *blocks.shape[1:])
-
-
 @dataclass
 class Fold:
     """A map K_f at every frequency f, summed over those that fold together."""
@@ -289,11 +295,11 @@ class Fold:
         split = spectra.view(*self.table.shape[:2], self.table.shape[3], spectra.shape[2])
         return torch.baddbmm(torch.bmm(self.table[0], split[0]), self.table[1], split[1])
 
-    def lift(self, spectra: Tensor) -> Tensor:
-        """K_f^H y^ at every frequency, (frequency, 2 I, batch): the adjoint of :meth:`sum`, spectrum of S^T y."""
-        aliases, coarse, _, inputs = self.table.shape
-        lifted = torch.matmul(self.table.mT, spectra)
-        return lifted.view(aliases * coarse * STRIDE, inputs // STRIDE, spectra.shape[2])
+    def subtract_lifted(self, spectra: Tensor, result: Tensor) -> None:
+        """``result`` less K_f^H y^ at every frequency, in place: the adjoint of :meth:`sum`, spectrum of S^T y."""
+        split = result.view(*self.table.shape[:2], self.table.shape[3], spectra.shape[2])
+        for alias in range(STRIDE):
+            split[alias].baddbmm_(self.table[alias].mT, spectra, alpha=-1)
 
     def down(self, spectra: Tensor) -> Tensor:
         """The spectrum of S z: dropping pixels averages the frequencies that fold together (D19)."""
@@ -311,10 +317,17 @@ class Tier:
 
 @dataclass
 class Factors:
-    """What the resolvent needs of one tier: P^-1, A, and where S is, S, K P^-1 and (P^-1 K^H G^-1)^H."""
+    """What the resolvent needs of one tier: P^-1, A, and what S adds."""
 
     inverse: Tensor
     A: Tensor
-    fold: Fold | None = None
-    left: Fold | None = None
-    right: Fold | None = None
+    strided: Woodbury | None = None
+
+
+@dataclass
+class Woodbury:
+    """K P^-1, G^-1, and (P^-1 K^H)^H."""
+
+    left: Fold
+    inverse: Tensor
+    right: Fold

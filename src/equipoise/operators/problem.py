@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from equipoise.layout import Layout, leaves, rebuild
+from equipoise.layout import Layout, is_zero, leaves, rebuild
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
@@ -69,7 +69,7 @@ class MonotoneProblem(nn.Module):
                 name = "bias" if len(parts) == 1 else f"bias[{i}]"
                 raise ValueError(f"{name} is {tuple(b.shape)}; it must be shaped like z, {tuple(part.shape)}.")
         traced = torch.compiler.is_compiling() or in_transform()
-        if not traced and not any(part.requires_grad or bool(part.any()) for part in parts):
+        if not traced and not any(part.requires_grad or not is_zero(part) for part in parts):
             return rebuild(z, self.at_zero(parts, given))
         image = [part for _, part in leaves(self.operator(z), "W z")]
         return rebuild(z, [part + given[i] if i < len(given) else part for i, part in enumerate(image)])

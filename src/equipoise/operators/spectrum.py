@@ -61,8 +61,9 @@ class Spectrum:
 
         self.grid, self.columns, self.rows = grid, columns, rows
         cos, sin = angles(columns, width)
+        weights = torch.tensor(share).double()[:, None] / width
         across = torch.stack([cos, -sin])  # [re, im], column | position
-        back_across = torch.stack([cos, -sin], dim=1) * torch.tensor(share).double()[:, None, None] / width
+        back_across = torch.stack([cos, -sin], dim=1) * weights[:, None]
         cos, sin = angles(rows, height)
         # Products with exp(-i angle) and exp(+i angle) as real matrices: row, [re, im] | position, [re, im] and back.
         down = torch.stack([torch.stack([cos, sin], 2), torch.stack([-sin, cos], 2)], dim=1)
@@ -72,6 +73,7 @@ class Spectrum:
             return table.reshape(rows, -1).to(device=device, dtype=dtype)
 
         self.across, self.back_across = matrix(across, 2 * len(columns)), matrix(back_across, 2 * len(columns)).T
+        self.pull_across = matrix(across * weights / height, 2 * len(columns))
         self.down, self.back_down = matrix(down, 2 * len(rows)), matrix(back_down, 2 * height)
         self.dtype, self.device = dtype, device
 
@@ -82,9 +84,16 @@ class Spectrum:
 
     def forward(self, x: Tensor) -> Tensor:
         """(H, W, C, batch) images to (frequency, 2 C, batch) spectra."""
+        return self.transform(x, self.across)
+
+    def pull(self, x: Tensor) -> Tensor:
+        """The transpose of :meth:`inverse`: the transform itself, each column with its weight in the inverse."""
+        return self.transform(x, self.pull_across)
+
+    def transform(self, x: Tensor, across: Tensor) -> Tensor:
         (height, width), columns = self.grid, len(self.columns)
         rest = x.shape[2] * x.shape[3]
-        halves = torch.bmm(self.across.expand(height, -1, -1), x.reshape(height, width, rest))
+        halves = torch.bmm(across.expand(height, -1, -1), x.reshape(height, width, rest))
         by_column = halves.view(2 * height, columns, rest).transpose(0, 1)
         spectra = torch.bmm(self.down.expand(columns, -1, -1), by_column)
         return spectra.view(self.count, 2 * x.shape[2], x.shape[3])

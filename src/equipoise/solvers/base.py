@@ -20,10 +20,10 @@ from torch import Tensor
 from equipoise.layout import select
 from equipoise.problem import Problem, autocast_state
 from equipoise.solution import Result, Statistics
-from equipoise.tolerance import Tolerance, relative_residual, row_norms
+from equipoise.tolerance import Tolerance, relative_residual, row_distances, row_norms
 
 ACTIVE = -1  # a sample that is still being solved; other codes are those of Result
-PER_SAMPLE = ("best", "result", "steps", "residual", "mark", "since")  # the tensors of a Ledger
+PER_SAMPLE = ("best", "companion", "result", "steps", "residual", "mark", "since")  # the tensors of a Ledger
 PROGRESS = 0.99  # a residual counts as progress when it falls below this fraction of the last that did
 
 
@@ -39,7 +39,7 @@ class State:
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """||f(z) - z|| and ||f(z)|| per sample."""
-        return row_norms(self.image - self.z), row_norms(self.image)
+        return row_distances(self.image, self.z), row_norms(self.image)
 
     def take(self, rows: Tensor) -> Self:
         """This state for the samples ``rows``: every tensor has the batch first."""
@@ -78,6 +78,10 @@ class Solver(ABC):
     def value(self, state: Any) -> Tensor:
         return state.z
 
+    def companion(self, state: Any) -> Tensor | None:
+        """What else is wanted of the best iterate, as rows."""
+        return None
+
     def take(self, state: Any, rows: Tensor) -> Any:
         return state.take(rows)
 
@@ -110,9 +114,10 @@ class Progress:
 
 @dataclass
 class Ledger:
-    """What is known of each sample. ``best`` freezes once its sample is finished."""
+    """What is known of each sample. ``best`` freezes once its sample is finished, and so does its companion."""
 
     best: Tensor
+    companion: Tensor | None
     result: Tensor
     steps: Tensor  # of finished samples
     residual: Tensor  # relative, of ``best``
@@ -121,13 +126,15 @@ class Ledger:
     finished: int = 0
 
     @classmethod
-    def open(cls, z: Tensor) -> Ledger:
+    def open(cls, z: Tensor, companion: Tensor | None) -> Ledger:
         batch = z.shape[0]
         codes = torch.full((batch,), ACTIVE, dtype=torch.int64, device=z.device)
         infinite = torch.full((batch,), torch.inf, dtype=z.dtype, device=z.device)
-        return cls(z, codes, torch.zeros_like(codes), infinite, infinite, torch.zeros_like(codes))
+        return cls(z, companion, codes, torch.zeros_like(codes), infinite, infinite, torch.zeros_like(codes))
 
-    def record(self, step: int, z: Tensor, state: State, tolerance: Tolerance) -> tuple[Tensor, int]:
+    def record(
+        self, step: int, z: Tensor, companion: Tensor | None, state: State, tolerance: Tolerance
+    ) -> tuple[Tensor, int]:
         """Enter one evaluation, at z. Returns the residuals and how many samples are active: one synchronisation."""
         gap, scale = state.norms()
         residual = gap / scale
@@ -140,11 +147,11 @@ class Ledger:
             uneventful |= ~active
         if step < tolerance.max_steps and bool(uneventful.all()):
             # The common case, every active sample nearer and none done, takes a short way: cheap functions feel it.
-            self.improve(progress, residual, z, everywhere=not self.finished)
+            self.improve(progress, residual, z, companion, everywhere=not self.finished)
             self.progress(progress, residual, step, everywhere=not self.finished)
             return residual, len(residual) - self.finished
         residual = relative_residual(gap, scale)
-        self.settle(step, gap + scale, residual, reached, progress, z, tolerance)
+        self.settle(step, gap + scale, residual, reached, progress, z, companion, tolerance)
         return residual, len(residual) - self.finished
 
     def settle(
@@ -155,6 +162,7 @@ class Ledger:
         reached: Tensor,
         progress: Tensor,
         z: Tensor,
+        companion: Tensor | None,
         tolerance: Tolerance,
     ) -> None:
         """The long way: find out which samples are finished, and how."""
@@ -173,11 +181,15 @@ class Ledger:
         better = usable & (residual < self.residual) | converged
         improved, self.finished = torch.stack([better, result != ACTIVE]).sum(dim=1).tolist()
         if improved:
-            self.improve(better, residual, z, everywhere=improved == len(better))
+            self.improve(better, residual, z, companion, everywhere=improved == len(better))
 
-    def improve(self, where: Tensor, residual: Tensor, z: Tensor, *, everywhere: bool) -> None:
+    def improve(
+        self, where: Tensor, residual: Tensor, z: Tensor, companion: Tensor | None, *, everywhere: bool
+    ) -> None:
         """Take ``z`` as the best iterate of some samples; of all of them, without a copy."""
         self.best = z if everywhere else torch.where(where[:, None], z, self.best)
+        if companion is not None and self.companion is not None:
+            self.companion = companion if everywhere else torch.where(where[:, None], companion, self.companion)
         self.residual = residual if everywhere else torch.where(where, residual, self.residual)
 
     def progress(self, where: Tensor, residual: Tensor, step: int, *, everywhere: bool) -> None:
@@ -199,13 +211,16 @@ class Ledger:
 
     def take(self, rows: Tensor) -> Ledger:
         """The entries of some samples, all of them active."""
-        taken: dict[str, Any] = {name: select(getattr(self, name), rows) for name in PER_SAMPLE}
-        return Ledger(**taken)
+        return Ledger(**{name: None if entry is None else select(entry, rows) for name, entry in self.entries()})
 
     def put(self, rows: Tensor, part: Ledger) -> None:
         """Write the entries of some samples back."""
-        for name in PER_SAMPLE:
-            setattr(self, name, getattr(self, name).index_copy(0, rows, getattr(part, name)))
+        for name, entry in self.entries():
+            if entry is not None:
+                setattr(self, name, entry.index_copy(0, rows, getattr(part, name)))
+
+    def entries(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in PER_SAMPLE]
 
 
 @dataclass
@@ -213,11 +228,20 @@ class Solved:
     """The outcome of :func:`solve`, in rows, with what is needed to look closer or to differentiate."""
 
     z: Tensor
+    companion: Tensor | None  # of z: Solver.companion
     stats: Statistics
     problem: Problem
     solver: Solver
     tolerance: Tolerance
     states: list[tuple[Tensor, Any]] = field(default_factory=list)  # samples and the state they ended in, on request
+
+    def take(self, rows: Tensor) -> Solved:
+        """The same for some samples."""
+        problem = self.problem.take(rows)
+        assert problem is not None
+        companion = None if self.companion is None else select(self.companion, rows)
+        stats = self.stats.take(rows)
+        return dataclasses.replace(self, z=select(self.z, rows), companion=companion, stats=stats, problem=problem)
 
 
 def solve(
@@ -241,18 +265,20 @@ def solve(
     own_sums_in_full_precision = torch.autocast(kind, enabled=False) if autocast_state(kind) else nullcontext()
     with torch.no_grad(), own_sums_in_full_precision:
         whole, narrow, gatherable = problem, problem, problem.gatherable
-        ledger = book = Ledger.open(z)  # of the samples still computed, and of all
         rows = torch.arange(z.shape[0], device=z.device)
         history: list[Tensor] = []
         states: list[tuple[Tensor, Any]] = []
         wasted = 0
 
         held = [solver.init(narrow, z, image)]  # popped for every step, so that it can let go of tensors before f runs
+        ledger = book = Ledger.open(z, solver.companion(held[0]))  # of the samples still computed, and of all
         step = 1
         while True:
             if step == 1 or step % check_every == 0 or step >= tolerance.max_steps:
                 was_active = ledger.result == ACTIVE if trace else None
-                residual, active = ledger.record(step, solver.value(held[0]), held[0], tolerance)
+                residual, active = ledger.record(
+                    step, solver.value(held[0]), solver.companion(held[0]), held[0], tolerance
+                )
                 if was_active is not None:
                     last = history[-1] if history else torch.full_like(book.residual, torch.inf)
                     history.append(last.index_copy(0, rows, torch.where(was_active, residual, last[rows])))
@@ -299,7 +325,7 @@ def solve(
         best = book.best
         if best is z or not bool(stats.converged.all()):
             best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
-        return Solved(best, stats, whole, solver, tolerance, states)
+        return Solved(best, book.companion, stats, whole, solver, tolerance, states)
 
 
 def worth_gathering(rows: int, active: int, wasted: int) -> bool:

@@ -25,6 +25,13 @@ from equipoise.solvers.structure import Splitting
 from equipoise.validation import options, require
 
 
+@dataclass
+class SplittingState(State):
+    """Adds W z + b."""
+
+    pre: Tensor
+
+
 class SplittingSolver(Solver):
     """A solver that needs to see the structure of f."""
 
@@ -50,16 +57,12 @@ class SplittingSolver(Solver):
             split.alphas[self] = self.automatic(split.operator) if automatic else float(self.alpha)
         return split, split.alphas[self]
 
+    def companion(self, state: SplittingState) -> Tensor:
+        return state.pre  # at the equilibrium it tells the backward pass the slope of s
+
     @abstractmethod
     def automatic(self, operator: Any) -> float:
         """The step that suits the operator."""
-
-
-@dataclass
-class ForwardBackwardState(State):
-    """Adds W z + b."""
-
-    pre: Tensor
 
 
 @options
@@ -81,20 +84,20 @@ class ForwardBackward(SplittingSolver):
     def automatic(self, operator: Any) -> float:
         return operator.m / operator.lipschitz_bound() ** 2
 
-    def init(self, problem: Problem, z: Tensor, image: Tensor) -> ForwardBackwardState:
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> SplittingState:
         split, _ = self.structure(problem)
-        return ForwardBackwardState(z, image, split.preactivation(z))
+        return SplittingState(z, image, split.preactivation(z))
 
-    def step(self, problem: Problem, state: ForwardBackwardState) -> ForwardBackwardState:
+    def step(self, problem: Problem, state: SplittingState) -> SplittingState:
         split, alpha = self.structure(problem)
         z = split.activation.prox(torch.lerp(state.z, state.pre, alpha), alpha)
         problem.count.add(len(z))
         pre = split.preactivation(z)
-        return ForwardBackwardState(z, split.activation(pre), pre)
+        return SplittingState(z, split.activation(pre), pre)
 
 
 @dataclass
-class ReflectionState(State):
+class ReflectionState(SplittingState):
     """Adds u, which is reflected next, and what acceleration remembers of it."""
 
     u: Tensor
@@ -121,22 +124,22 @@ class ReflectionSolver(SplittingSolver):
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
         # What u would be if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
         split, alpha = self.structure(problem)
-        u = torch.lerp(z, split.preactivation(z), alpha)
-        return ReflectionState(z, image, u, Acceleration.start(u, self.memory) if self.memory else None)
+        pre = split.preactivation(z)
+        u = torch.lerp(z, pre, alpha)
+        return ReflectionState(z, image, pre, u, Acceleration.start(u, self.memory) if self.memory else None)
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.structure(problem)
         problem.count.add(len(state.z))
         half = split.activation.reflect(state.u, alpha)
         z = split.solve(torch.add(half, split.bias, alpha=alpha), alpha)
-        # (1 + alpha) z - alpha W z = half + alpha b, so that this is s(W z + b).
-        image = split.activation(torch.lerp(half, z, (1 + alpha) / alpha))
+        pre = torch.lerp(half, z, (1 + alpha) / alpha)  # (1 + alpha) z - alpha W z = half + alpha b
         u = half.lerp_(z, 2.0)  # 2 z - half
         if self.relaxation != 1:
             u = torch.lerp(state.u, u, self.relaxation)
         if state.memory is not None:
             u = state.memory.next(state.u, u)
-        return ReflectionState(z, image, u, state.memory)
+        return ReflectionState(z, split.activation(pre), pre, u, state.memory)
 
 
 @options

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from equipoise.layout import Layout, select
+from equipoise.layout import Layout, is_zero, leaves, select
 from equipoise.scope import Scope
 from equipoise.solvers.base import Solver
 
@@ -41,11 +41,13 @@ class Diagonal:
         return x * self.shrinking(alpha)
 
     def shrinking(self, alpha: float) -> Tensor:
-        return self.slope if alpha == 1 else self.slope / torch.lerp(self.slope, torch.ones_like(self.slope), alpha)
+        if alpha == 1:
+            return self.slope
+        return self.slope / torch.add(alpha, self.slope, alpha=1 - alpha)  # slope + alpha (1 - slope)
 
     def reflect(self, x: Tensor, alpha: float) -> Tensor:
         if alpha not in self.factors:
-            self.factors[alpha] = 2 * self.shrinking(alpha) - 1
+            self.factors[alpha] = (2 * self.shrinking(alpha)).sub_(1)
         return x * self.factors[alpha]
 
     def derivative(self, x: Tensor) -> Tensor:
@@ -55,6 +57,22 @@ class Diagonal:
         taken = Diagonal(select(self.slope, rows))
         taken.factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
         return taken
+
+
+class Known(torch.autograd.Function):
+    """W z + b, known already, with its gradients: that of b, and those of the tensors from which W z is made."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, layout: Layout, pulls: Any, bias: Tensor, *products: Tensor) -> Tensor:
+        ctx.layout, ctx.pulls = layout, pulls
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        (cotangent,) = cotangents
+        parts = leaves(ctx.layout.unpack(cotangent), "cotangent")
+        pulled = (pull(part) for pull, (_, part) in zip(ctx.pulls, parts, strict=True))
+        return None, None, None, cotangent, *pulled
 
 
 class Transposed:
@@ -96,6 +114,13 @@ class Splitting:
         with self.scope.entered():
             return self.layout.pack(self.operator(self.layout.unpack(rows)))
 
+    def recorded(self, rows: Tensor, pre: Tensor) -> Tensor:
+        """``pre`` = W z + b, known already, in the graph of the weights and of b."""
+        with self.scope.entered(), torch.enable_grad():
+            parts = self.operator.recorded(self.layout.unpack(rows))
+            values, pulls = zip(*parts, strict=True)
+            return Known.apply(pre, self.layout, pulls, self.bias, *values)  # type: ignore[no-any-return]
+
     def product_adjoint(self, rows: Tensor) -> Tensor:
         """W^T z."""
         with self.scope.entered():
@@ -103,7 +128,7 @@ class Splitting:
 
     def preactivation(self, rows: Tensor) -> Tensor:
         """W z + b; without a product at 0, where nearly every solve starts."""
-        return self.product(rows) + self.bias if bool(rows.any()) else self.bias
+        return self.bias if is_zero(rows) else self.product(rows) + self.bias
 
     def solve(self, rows: Tensor, alpha: float) -> Tensor:
         """(I + alpha (I - W))^-1 z."""
