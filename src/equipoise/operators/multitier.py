@@ -138,7 +138,7 @@ class MonotoneMultiTier(MonotoneOperator):
             spectra = transform.forward(memory(part))
             image = torch.bmm(tier.within, spectra)
             if below is not None:  # W_{i,i-1} = -2 A_i^T S_{i-1}
-                image = torch.baddbmm(image, tier.A.mT, transform.forward(below), alpha=-2)
+                image.baddbmm_(tier.A.mT, transform.forward(below), alpha=-2)
             if tier.fold is not None:
                 folded = tier.fold.down(spectra)
                 tier.fold.subtract_lifted(folded, image)
@@ -212,7 +212,7 @@ class MonotoneMultiTier(MonotoneOperator):
             transform = self.spectrum(i, part)
             right = transform.forward(memory(part))
             if below is not None:  # alpha W_{i,i-1} x_{i-1}
-                right = torch.baddbmm(right, tier.A.mT, transform.forward(below), alpha=-2 * alpha)
+                right.baddbmm_(tier.A.mT, transform.forward(below), alpha=-2 * alpha)
             x = torch.bmm(tier.inverse, right)
             if (strided := tier.strided) is not None:
                 y = torch.bmm(strided.inverse, strided.left.sum(right))
