@@ -14,6 +14,7 @@ MODELS = Registry(
     {
         "conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium",
         "mondeq": "equipoise.models.mondeq:MonDEQ",
+        "mdeq": "equipoise.models.mdeq:MDEQ",
     },
 )
 

@@ -1,0 +1,132 @@
+"""What reads the equilibrium of a multiscale model: a class for the image, one for every pixel, or an image.
+
+S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), section 4.2 and the authors' code; the
+image head after the generators of S. Gurumurthy et al., "Joint inference and input optimization in equilibrium
+networks" (2021), appendix C.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EXPANSION = 4  # of a bottleneck's channels
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; their norms learn no scale."""
+
+    def __init__(self, inputs: int, channels: int):
+        super().__init__()
+        outputs = EXPANSION * channels
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, channels, 1, bias=False),
+            nn.BatchNorm2d(channels, affine=False),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels, affine=False),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs, affine=False),
+        )
+        self.shortcut = nn.Sequential()
+        if inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.relu(self.inner(z) + self.shortcut(z))
+
+
+class ClassificationHead(nn.Module):
+    """Every scale widened, merged into the next lower resolution, averaged over the image.
+
+    Args:
+        channels: of each scale.
+        head_channels: of each scale's bottleneck; four times as many leave it.
+        final_channels: averaged over the image.
+        classes: how many.
+    """
+
+    def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
+        super().__init__()
+        widths = [EXPANSION * h for h in head_channels]
+        self.widen = nn.ModuleList(Bottleneck(c, h) for c, h in zip(channels, head_channels, strict=True))
+        self.merge = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+            for a, b in itertools.pairwise(widths)
+        )
+        self.final = nn.Sequential(
+            nn.Conv2d(widths[-1], final_channels, 1), nn.BatchNorm2d(final_channels), nn.ReLU(inplace=True)
+        )
+        self.classify = nn.Linear(final_channels, classes)
+
+    def forward(self, z: tuple[Tensor, ...]) -> Tensor:
+        y = self.widen[0](z[0])
+        for widen, merge, part in zip(self.widen[1:], self.merge, z[1:], strict=True):  # type: ignore[arg-type]
+            y = widen(part) + merge(y)
+        return self.classify(self.final(y).mean(dim=(2, 3)))
+
+
+class SegmentationHead(nn.Module):
+    """All scales at the first one's resolution, and two convolutions: logits (batch, classes, height, width).
+
+    Args:
+        channels: of each scale.
+        classes: how many.
+        kernel: of the last convolution.
+    """
+
+    def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
+        super().__init__()
+        width = sum(channels)
+        self.mix = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.classify = nn.Conv2d(width, classes, kernel, padding=kernel // 2)
+
+    def forward(self, z: tuple[Tensor, ...]) -> Tensor:
+        return self.classify(self.mix(together(z)))
+
+
+class ImageHead(nn.Module):
+    """All scales at the first one's resolution, made into an image in [-1, 1].
+
+    Args:
+        channels: of each scale.
+        outputs: colours of the image.
+        groups: of GroupNorm; they must divide the sum of the channels and ``width``.
+        width: channels of the last layers.
+    """
+
+    def __init__(self, channels: Sequence[int], outputs: int = 3, groups: int = 8, width: int = 32):
+        super().__init__()
+        total = sum(channels)
+        if total % groups or width % groups:
+            raise ValueError(
+                f"groups is {groups}; it must divide the sum of the channels, {total}, and width, {width}."
+            )
+        self.layers = nn.Sequential(
+            nn.Conv2d(total, total, 1),
+            nn.GroupNorm(groups, total),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(total, width, 3, padding=1),
+            nn.GroupNorm(groups, width),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(width, width, 3, padding=1),
+            nn.GroupNorm(groups, width),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(width, outputs, 3, padding=1),
+        )
+
+    def forward(self, z: tuple[Tensor, ...]) -> Tensor:
+        return torch.tanh(self.layers(together(z)))
+
+
+def together(z: tuple[Tensor, ...]) -> Tensor:
+    """All scales at the size of the first, as channels of one tensor; corners stay corners."""
+    size = z[0].shape[2:]
+    return torch.cat(
+        [z[0], *(F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])], dim=1
+    )
