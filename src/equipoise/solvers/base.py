@@ -211,7 +211,9 @@ class Ledger:
 
     def take(self, rows: Tensor) -> Ledger:
         """The entries of some samples, all of them active."""
-        return Ledger(**{name: None if entry is None else select(entry, rows) for name, entry in self.entries()})
+        entries = self.entries()
+        taken: dict[str, Any] = {name: None if entry is None else select(entry, rows) for name, entry in entries}
+        return Ledger(**taken)
 
     def put(self, rows: Tensor, part: Ledger) -> None:
         """Write the entries of some samples back."""
