@@ -192,15 +192,23 @@ def memory_table(few: int = 20, many: int = 200) -> list[Row]:
 
 
 def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
-    """In bytes, and the calls and products it took.
+    """In bytes, and the calls and products it took."""
+    probe = Probe(problem.f)
+    v = direction(problem)
+    peak = peak_of(
+        lambda: torch.autograd.grad(loss(player.differentiable(problem, probe), v), list(problem.f.parameters()))
+    )
+    return peak, probe.calls + probe.products
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes held while something runs, beyond what was there before.
 
     Counted from torch's own record of every allocation: exact and repeatable, where the resident size of the process
     depends on what malloc keeps.
     """
-    probe = Probe(problem.f)
-    v = direction(problem)
     with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.autograd.grad(loss(player.differentiable(problem, probe), v), list(problem.f.parameters()))
+        run()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -209,7 +217,7 @@ def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
     for event in sorted(events, key=lambda e: e["ts"]):
         held += event["args"]["Bytes"]
         peak = max(peak, held)
-    return peak, probe.calls + probe.products
+    return peak
 
 
 @contextmanager

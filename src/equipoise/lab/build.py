@@ -173,6 +173,7 @@ def check(source: Source) -> Recipe:
             raise ValueError(f"{owner} needs {', '.join(sorted(missing))}.")
     for number in range(len(recipe.phases)):
         phase, where = source.phase(number), source.where_in(number)
+        limits(phase, where)
         equilibrium_settings(phase, where)
         optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], where)
         build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, where)
@@ -199,6 +200,11 @@ def limits(recipe: Recipe, where: Where) -> None:
         (("training", "log_every"), recipe.training.log_every >= 1, "at least 1"),
         (("training", "checkpoint_every"), none_or_one(recipe.training.checkpoint_every), "at least 1"),
         (("training", "keep_every"), none_or_one(recipe.training.keep_every), "at least 1"),
+        (("jacobian", "weight"), recipe.jacobian.weight >= 0, "0 (none) or more"),
+        (("jacobian", "share"), 0 <= recipe.jacobian.share <= 1, "between 0 and 1"),
+        (("jacobian", "probes"), recipe.jacobian.probes >= 1, "at least 1"),
+        (("jacobian", "growth_every"), none_or_one(recipe.jacobian.growth_every), "at least 1"),
+        (("jacobian", "jitter"), recipe.jacobian.jitter >= 0, "0 or more"),
         (("failures", "share"), 0 <= recipe.failures.share <= 1, "between 0 and 1"),
         (("failures", "stop_after"), recipe.failures.stop_after >= 0, "0 (never) or more"),
         *(((("phases", str(i), "epochs")), phase.epochs >= 1, "at least 1") for i, phase in enumerate(recipe.phases)),

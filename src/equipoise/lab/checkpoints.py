@@ -83,6 +83,17 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -
         raise CheckpointError(f"the weights in {path} do not fit the model {type(model).__name__}: {details}") from None
 
 
+def load_matching(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> list[str]:
+    """Put those saved weights into a model that it has by name and shape; returns the names of its others."""
+    saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    own = model.state_dict()
+    fitting = {name: tensor for name, tensor in saved.items() if name in own and own[name].shape == tensor.shape}
+    if not fitting:
+        raise CheckpointError(f"no tensor in {path} has the name and shape of one of the model {type(model).__name__}.")
+    model.load_state_dict(fitting, strict=False)
+    return [name for name in own if name not in fitting]
+
+
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state as tensors and JSON."""
     state = optimizer.state_dict()

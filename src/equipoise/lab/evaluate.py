@@ -45,10 +45,15 @@ class Setting:
         self.low = AUTOCAST.get(training.precision)
         self.channels_last = training.channels_last
         self.device = machine.device
+        self.sync_batch_norm = training.sync_batch_norm
+        if self.sync_batch_norm and self.device.type != "cuda":
+            raise ValueError(f"training.sync_batch_norm needs GPUs; this is a {self.device.type}: leave it out.")
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model on its device, in its type and layout."""
         model = model.to(self.device, self.dtype)
+        if self.sync_batch_norm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
 
     def prepare(self, task: Task, batch: Batch) -> Batch:

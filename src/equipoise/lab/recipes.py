@@ -63,6 +63,20 @@ class Training:
     log_every: int = 20  # steps between two lines of the log
     checkpoint_every: int | None = None  # steps between two checkpoints, besides one after every epoch
     keep_every: int | None = None  # epochs between two sets of weights that are kept for good, the first included
+    init_from: str | None = None  # a run, or a file of weights: tensors of the same name and shape are taken from it
+    sync_batch_norm: bool = False  # BatchNorm over the batch of all processes; GPUs only
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """A penalty on the Jacobian of f at the equilibrium, ||df/dz||_F^2 / numel(z), added to the loss of some steps."""
+
+    weight: float = 0.0
+    share: float = 1.0  # of the steps, at random
+    probes: int = 2  # random vectors that estimate it
+    growth: float = 0.0  # of the weight after every ``growth_every`` steps of the phase
+    growth_every: int | None = None
+    jitter: int = 0  # in steps with a penalty, tolerance.max_steps is moved at random by -jitter to 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class Phase:
     solver: dict[str, Any] | None = None
     tolerance: dict[str, Any] | None = None
     gradient: dict[str, Any] | None = None
+    jacobian: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None  # it and the optimizer start anew where a phase states one of them
 
@@ -102,6 +117,7 @@ class Recipe:
     solver: Named | None = None  # of every Equilibrium in the model; None leaves the model's own
     tolerance: dict[str, Any] | None = None
     gradient: Named | None = None
+    jacobian: Jacobian = Jacobian()
     optimizer: Named = Named("adam")
     schedule: Named = Named("constant")
     training: Training = Training()

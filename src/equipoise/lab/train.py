@@ -25,11 +25,13 @@ from equipoise.lab.data import Batch, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_count, quiet_failures
 from equipoise.lab.files import write_json
-from equipoise.lab.loader import batches, own_part, seed_everything, training_rows
+from equipoise.lab.jacobian import jittered, penalty, weight_at
+from equipoise.lab.loader import batches, own_part, seed_everything, seed_of, training_rows
+from equipoise.lab.loading import weights_file
 from equipoise.lab.log import Log
 from equipoise.lab.machine import Machine
-from equipoise.lab.recipes import Recipe, Source
-from equipoise.lab.runs import Run
+from equipoise.lab.recipes import Jacobian, Recipe, Source
+from equipoise.lab.runs import Run, open_run
 from equipoise.lab.solves import add, failed_samples, solve_metrics, solve_sums
 from equipoise.tasks import Sums, Task
 
@@ -63,6 +65,7 @@ class Learner:
     model: nn.Module
     net: nn.Module  # the model, or what averages its gradients over processes
     task: Task
+    jacobian: Jacobian
     optimizer: Optimizer
     schedule: LRScheduler
     scaler: torch.amp.GradScaler
@@ -186,9 +189,13 @@ class Trainer:
         self.progress = Progress()
         seed_everything(self.recipe.seed, "model")
         self.learner = self.assemble(0)
+        self.new_tensors: list[str] = []  # of a run that starts from the weights of another, those it had to make
         if run.last.exists():
             self.resume()
-        elif machine.leads and run.log.exists():
+            return
+        if self.recipe.training.init_from is not None:
+            self.new_tensors = self.start_from(self.recipe.training.init_from)
+        if machine.leads and run.log.exists():
             run.trim(0, 0)  # it was stopped before its first checkpoint
 
     # What there is to train
@@ -210,7 +217,17 @@ class Trainer:
         schedule = build_schedule(begun, optimizer, epochs, self.steps_per_epoch, begun_where)
         scaler = torch.amp.GradScaler(self.machine.device.type, enabled=self.recipe.training.precision == "float16")
         net = DistributedDataParallel(model) if self.machine.world > 1 else model
-        return Learner(model, net, build_task(recipe, self.facts, where), optimizer, schedule, scaler)
+        task = build_task(recipe, self.facts, where)
+        return Learner(model, net, task, recipe.jacobian, optimizer, schedule, scaler)
+
+    def start_from(self, path: str) -> list[str]:
+        """Begin with the weights of another run, or of a file, as far as they fit; returns the names of the others."""
+        file = Path(path) if path.endswith(".safetensors") else weights_file(open_run(Path(path)))
+        tensors, _ = checkpoints.read(file)
+        return checkpoints.load_matching(self.learner.model, tensors, file)
+
+    def steps_before(self, phase: int) -> int:
+        return self.epochs_before[phase] * self.steps_per_epoch
 
     def stretch(self, phase: int) -> tuple[int, int]:
         """The phases, from and to, that share one optimizer and one schedule.
@@ -285,14 +302,18 @@ class Trainer:
         batch = self.setting.lay_out(batch)  # augmentation may have changed it
         learner.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in learner.model.buffers()]
-        with watch_solves() as solves, self.setting.autocast():
+        draw = torch.Generator().manual_seed(seed_of(recipe.seed, "jacobian", position.step))  # the same everywhere
+        weight = weight_at(learner.jacobian, position.step - self.steps_before(position.phase), draw)
+        jitter = jittered(learner.model, learner.jacobian.jitter, draw) if weight else nullcontext()
+        with watch_solves() as solves, self.setting.autocast(), jitter:
             loss, sums = learner.task.loss(learner.net, batch)
+            stiffness = penalty(solves, learner.jacobian.probes) if weight else None
         parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
-        objective = loss
+        objective = loss if stiffness is None else loss + weight * stiffness
         if machine.world > 1:
             # Gradients are averaged over processes: one with more samples than another must count for more. And each
             # process must have a gradient of every parameter, also when its solves all failed: the others wait for it.
-            objective = loss * (len(batch[0]) * machine.world / size) + 0 * sum(p.sum() for p in parameters)
+            objective = objective * (len(batch[0]) * machine.world / size) + 0 * sum(p.sum() for p in parameters)
         learner.scaler.scale(objective).backward()
         learner.scaler.unscale_(learner.optimizer)
         length = nn.utils.clip_grad_norm_(parameters, recipe.training.clip or torch.inf)
@@ -319,7 +340,8 @@ class Trainer:
 
         add(sums := {**sums}, solve_sums(solves))
         add(self.progress.sums, sums)
-        self.tell_step(size, summed / size, float(length), rate, sums, int(unsolved))
+        facts = {} if stiffness is None else {"jacobian": stiffness.item(), "jacobian_weight": weight}
+        self.tell_step(size, summed / size, float(length), rate, sums, int(unsolved), facts)
         return stop > 0
 
     def failed_too_often(self) -> bool:
@@ -458,8 +480,13 @@ class Trainer:
             self.log.tell(f"note: {data.note}")
         if position.step:
             self.log.tell(f"resumed at step {position.step}")
+        elif (origin := self.recipe.training.init_from) is not None:
+            new = ", ".join(self.new_tensors) or "none"
+            self.log.tell(f"weights from {origin}; tensors that are new: {new}")
 
-    def tell_step(self, size: int, loss: float, length: float, rate: float, sums: Sums, unsolved: int) -> None:
+    def tell_step(
+        self, size: int, loss: float, length: float, rate: float, sums: Sums, unsolved: int, facts: dict[str, float]
+    ) -> None:
         """The bar at every step, the log at every so many."""
         position = self.progress.position
         solver = solve_metrics(sums)
@@ -478,6 +505,7 @@ class Trainer:
                 steps=steps,
                 residual=residuals,
                 failed_samples=unsolved,
+                **facts,
             )
 
     def tell_epoch(self, record: dict[str, Any]) -> None:
