@@ -37,7 +37,7 @@ def test_all_the_commands_are_there():
     names = {path[0] for path in COMMANDS if path}
     assert names == {
         *("train", "resume", "evaluate", "predict", "report", "reproduce"),
-        *("figure", "recipes", "runs", "data", "doctor"),
+        *("figure", "recipes", "runs", "data", "doctor", "segment"),
     }
     assert {("data", "list"), ("data", "get"), ("data", "check")} <= set(COMMANDS)
 

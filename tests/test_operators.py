@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corpus import DOUBLE, flatten, per_sample, randn, unflatten
 from dense import Spec, circular, dense_resolvent, randomize, smallest_eigenvalue, unrow
 from equipoise import operators as ops
+from equipoise.layout import is_zero
+from equipoise.operators.spectrum import spectrum
+from equipoise.tolerance import row_distances
 
 SIZES = [
     (1, None),
@@ -658,3 +661,30 @@ def test_a_value_of_another_shape(spec, z, words):
     for call in (op, op.adjoint, op.resolvent(0.3), op.resolvent(0.3).adjoint):
         with pytest.raises(ValueError, match=words):
             call(z)
+
+
+@pytest.mark.parametrize(("grid", "aliases"), [((5, 6), 1), ((6, 5), 1), ((6, 8), 2), ((1, 1), 1), ((2, 4), 2)])
+def test_pull_is_the_transpose_of_the_inverse_transform(grid, aliases):
+    transform = spectrum(grid, torch.zeros((), dtype=DOUBLE), aliases)
+    spectra = randn(transform.count, 2 * 3, 2, seed=0)
+    cotangent = randn(*grid, 3, 2, seed=1)
+    inside = (transform.inverse(spectra) * cotangent).sum()
+    torch.testing.assert_close((spectra * transform.pull(cotangent)).sum(), inside, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=["rows", "columns", "mixed"])
+def test_is_zero_looks_at_every_number(layout):
+    tensor = torch.zeros(3, 4, 5).permute(layout)
+    assert all(map(is_zero, (tensor, -tensor, tensor[:0])))
+    for value in (1e-45, -1e30, float("nan"), float("inf")):
+        changed = tensor.clone()
+        changed[-1, -1, -1] = value
+        assert not is_zero(changed)
+
+
+def test_distances_of_rows_in_either_memory_order():
+    a, b = randn(4, 7, seed=0), randn(4, 7, seed=1)
+    expected = torch.linalg.vector_norm(a - b, dim=1)
+    torch.testing.assert_close(row_distances(a, b), expected)
+    torch.testing.assert_close(row_distances(a.T.contiguous().T, b.T.contiguous().T), expected)
+    torch.testing.assert_close(row_distances(a.T.contiguous().T, b), expected)

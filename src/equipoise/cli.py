@@ -143,6 +143,32 @@ def parser() -> Parser:
     machine_arguments(made)
 
     made = command(
+        "segment",
+        segment,
+        "Say what a trained run sees where in images of any size.",
+        "equipoise segment runs/mdeq-camvid-small-001 street.png -o seen.png",
+    )
+    made.add_argument("folder", metavar="RUN", type=Path)
+    made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
+    made.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="the picture's file (.png), or a folder (default: IMAGE-segmented.png in the current folder); the class "
+        "number of each pixel is written beside it, as OUT-classes.png",
+    )
+    made.add_argument(
+        "--window",
+        type=int,
+        nargs=2,
+        metavar=("HEIGHT", "WIDTH"),
+        help="go over an image in overlapping windows of this size (default: as in the run's evaluation)",
+    )
+    made.add_argument("--weights", choices=("best", "last"), default="best")
+    machine_arguments(made)
+
+    made = command(
         "report",
         report,
         "Write a page with curves, pictures and numbers of one or several runs.",
@@ -415,6 +441,19 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "(" + ", ".join(f"{name} {shown(entry)}" for name, entry in value.items()) + ")"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def segment(arguments: Any) -> None:
+    from equipoise.lab.segment import segment_images
+
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        run, window = open_run(arguments.folder), arguments.window
+        for segmented in segment_images(run, arguments.images, machine, arguments.out, arguments.weights, window):
+            print(f"written           {segmented.picture}, {segmented.classes}")
+            print_solver(segmented.solver)
+            print_table(("class", "share"), [(name, f"{share:.2%}") for name, share in segmented.shares.items()])
 
 
 def report(arguments: Any) -> None:

@@ -79,9 +79,7 @@ class Adjoint:
     batch: int
     start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
 
-    def attach(
-        self, problem: Problem, solution: Tensor, pre: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attach(self, problem: Problem, solution: Tensor, pre: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``solution`` with the gradient of a fixed point of ``problem``, and the record at z that gives it.
 
         Args:

@@ -153,7 +153,7 @@ def tell_result(run: Run, result: dict[str, Any]) -> None:
     """The numbers people want, and where the rest is."""
     for name, value in result["test"].items():
         if isinstance(value, int | float):
-            print(f"test {name:<13}{value:.2%}" if "accuracy" in name else f"test {name:<13}{value:.4g}")
+            print(f"{'test ' + name:<17} " + (f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"))
     for direction, numbers in result["test"]["solver"].items():
         print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {numbers['steps']['median']} steps")
     print(f"run               {run.folder}")

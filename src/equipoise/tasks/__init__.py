@@ -8,6 +8,7 @@ TASKS = Registry(
     {
         "classification": "equipoise.tasks.classification:Classification",
         "robustness": "equipoise.tasks.robustness:Robustness",
+        "segmentation": "equipoise.tasks.segmentation:Segmentation",
     },
 )
 

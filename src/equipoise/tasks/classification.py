@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from equipoise.tasks.augmentation import flip, shift
 from equipoise.tasks.base import Batch, Sums, Task
+from equipoise.tasks.drawing import confusion_figure
 from equipoise.validation import require
 
 if TYPE_CHECKING:
@@ -144,37 +145,6 @@ def caption(truth: str, guess: str, chance: float) -> str:
     return (
         f"{truth}, right,\nnot sure ({chance:.0%})" if truth == guess else f"{truth}, taken for\n{guess} ({chance:.0%})"
     )
-
-
-def confusion_figure(confusion: Tensor, names: tuple[str, ...]) -> Figure:
-    """How often each class is taken for each other; numbers are written into the cells of small matrices."""
-    from matplotlib.figure import Figure
-
-    size = len(names)
-    share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
-    figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
-    axis = figure.subplots()
-    drawn = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(drawn, ax=axis, label="share of the class", shrink=0.8)
-    axis.set(xlabel="taken for", ylabel="class")
-    if size <= 20:
-        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
-        axis.set_xticks(range(size), names, **turned)
-        axis.set_yticks(range(size), names)
-        for truth in range(size):
-            for guess in range(size):
-                if number := int(confusion[truth, guess]):
-                    color = "white" if share[truth, guess] > 0.5 else "0.2"
-                    axis.text(
-                        guess,
-                        truth,
-                        str(number),
-                        ha="center",
-                        va="center",
-                        color=color,
-                        fontsize=9 if size <= 12 else 6,
-                    )
-    return figure
 
 
 def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:

@@ -1,0 +1,105 @@
+"""What tasks draw: confusion matrices, and label maps in the colours of their classes."""
+
+from __future__ import annotations
+
+import colorsys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CITYSCAPES_COLORS = {
+    "road": (128, 64, 128), "sidewalk": (244, 35, 232), "building": (70, 70, 70), "wall": (102, 102, 156),
+    "fence": (190, 153, 153), "pole": (153, 153, 153), "traffic light": (250, 170, 30),
+    "traffic sign": (220, 220, 0), "vegetation": (107, 142, 35), "terrain": (152, 251, 152), "sky": (70, 130, 180),
+    "person": (220, 20, 60), "rider": (255, 0, 0), "car": (0, 0, 142), "truck": (0, 0, 70), "bus": (0, 60, 100),
+    "train": (0, 80, 100), "motorcycle": (0, 0, 230), "bicycle": (119, 11, 32),
+}  # fmt: skip
+CAMVID_COLORS = {  # SegNet's
+    "sky": (128, 128, 128), "building": (128, 0, 0), "pole": (192, 192, 128), "road": (128, 64, 128),
+    "pavement": (60, 40, 222), "tree": (128, 128, 0), "sign": (192, 128, 128), "fence": (64, 64, 128),
+    "car": (64, 0, 128), "pedestrian": (64, 64, 0), "bicyclist": (0, 128, 192),
+}  # fmt: skip
+
+
+def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
+    """How often each class is taken for each other; numbers are written into the cells of small matrices.
+
+    Args:
+        confusion: counts; rows are the classes, columns what they are taken for.
+        names: of the classes.
+        percent: write the share of the class instead of the count, which may be too long for its cell.
+    """
+    from matplotlib.figure import Figure
+
+    size = len(names)
+    share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
+    figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
+    axis = figure.subplots()
+    drawn = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(drawn, ax=axis, label="share of the class", shrink=0.8)
+    axis.set(xlabel="taken for", ylabel="class")
+    if size <= 20:
+        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
+        axis.set_xticks(range(size), names, **turned)
+        axis.set_yticks(range(size), names)
+        for truth in range(size):
+            for guess in range(size):
+                number = round(100 * share[truth, guess].item()) if percent else int(confusion[truth, guess])
+                if number:
+                    color = "white" if share[truth, guess] > 0.5 else "0.2"
+                    axis.text(
+                        guess,
+                        truth,
+                        f"{number}%" if percent else str(number),
+                        ha="center",
+                        va="center",
+                        color=color,
+                        fontsize=9 if size <= 12 else 6,
+                    )
+    return figure
+
+
+def class_colors(names: tuple[str, ...]) -> Tensor:
+    """A colour for each class, (classes, 3), uint8: those people know, or else hues all around the circle.
+
+    Classes of Cityscapes have its official colours, classes of CamVid have those of SegNet.
+    """
+    for known in (CITYSCAPES_COLORS, CAMVID_COLORS):
+        if known.keys() >= set(names):
+            return torch.tensor([known[name] for name in names], dtype=torch.uint8)
+    # Neighbours in hue differ in brightness.
+    hues = [colorsys.hsv_to_rgb(i / len(names), 0.85, 0.95 - 0.35 * (i % 2)) for i in range(len(names))]
+    return (255 * torch.tensor(hues)).round().to(torch.uint8)
+
+
+def in_color(label_map: Tensor, colors: Tensor) -> Tensor:
+    """A label map as an image in [0, 1], (3, height, width); what is no class is black."""
+    black = torch.zeros(1, 3, dtype=colors.dtype)
+    no_class = (label_map < 0) | (label_map >= len(colors))
+    table = torch.cat([colors, black]).float() / 255
+    return table[label_map.where(~no_class, len(colors))].permute(2, 0, 1)
+
+
+def overlay(image: Tensor, label_map: Tensor, colors: Tensor, opacity: float = 0.6) -> Tensor:
+    """A label map laid over its image in the colours of its classes.
+
+    Args:
+        image: in [0, 1], (channels, height, width); grey unless there are three channels.
+        label_map: class numbers, (height, width); every other number is no class.
+        colors: of the classes, see :func:`class_colors`.
+        opacity: of the label map.
+
+    Example:
+        >>> overlay(torch.rand(3, 180, 240), torch.zeros(180, 240, dtype=torch.int64), class_colors(("sky", "road")))
+    """
+    return (1 - opacity) * in_three_colors(image) + opacity * in_color(label_map, colors)
+
+
+def in_three_colors(image: Tensor) -> Tensor:
+    """An image of any number of channels as one in red, green and blue, cut to [0, 1]."""
+    image = image.float().clamp(0, 1)
+    return image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
