@@ -248,6 +248,9 @@ def test_a_figure(run, tmp_path, capsys):
     assert "have no effect on them" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
     assert "leave out seeds" in fails(capsys, "figure", "core/convergence", "seeds=2")
     assert "is drawn from 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
+    mistaken = tmp_path / "mistaken.toml"  # said before anything is trained
+    mistaken.write_text('title = "x"\nfigure = "convergence"\nrecipes = ["core/digits"]\nbatchez = 3\n')
+    assert "has no option 'batchez'" in fails(capsys, "figure", mistaken)
 
 
 def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ from torch import Tensor
 from equipoise.fixed_point import Equilibrium, fixed_point
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.evaluate import prepared, quiet_failures
+from equipoise.lab.files import write_json
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
@@ -384,3 +385,38 @@ def plain(text: str) -> str:
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+# What figures of papers share
+
+
+def about(run: Run) -> dict[str, Any]:
+    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
+
+
+def write_beside(path: Path | None, numbers: dict[str, Any]) -> None:
+    """Write the numbers of a picture under its name, as JSON."""
+    if path is not None:
+        write_json(path.with_suffix(".json"), numbers)
+
+
+def page(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
+    """An empty figure and its panels, row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def under(axis: Axes, columns: int, title: str | None = None) -> None:
+    """Finish a panel, with a legend clear of its curves."""
+    axis.legend(
+        fontsize=9,
+        title=title,
+        title_fontsize=9,
+        frameon=False,
+        ncols=columns,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+    )
+    tidy(axis)

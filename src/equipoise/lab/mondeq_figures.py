@@ -24,15 +24,18 @@ from equipoise.lab.figures import (
     BLUE,
     GREEN,
     ORANGE,
+    about,
     colors,
     curve,
     first_solve,
+    page,
     plain,
     tidy,
     traced,
+    under,
     whole_numbers,
+    write_beside,
 )
-from equipoise.lab.files import write_json
 from equipoise.lab.loading import open_checkpoint
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
@@ -385,38 +388,6 @@ def some(split: Split, samples: int) -> Split:
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least 1 sample must be solved.")
     return spread(split, samples)
-
-
-def about(run: Run) -> dict[str, Any]:
-    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
-
-
-def write_beside(path: Path | None, numbers: dict[str, Any]) -> None:
-    """Write the numbers of a picture under its name, as JSON."""
-    if path is not None:
-        write_json(path.with_suffix(".json"), numbers)
-
-
-def page(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
-    """An empty figure and its panels, row by row."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def under(axis: Axes, columns: int, title: str | None = None) -> None:
-    """Finish a panel, with a legend clear of its curves."""
-    axis.legend(
-        fontsize=9,
-        title=title,
-        title_fontsize=9,
-        frameon=False,
-        ncols=columns,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.13),
-    )
-    tidy(axis)
 
 
 def fraction(alpha: float) -> str:

@@ -23,7 +23,7 @@ from equipoise.lab.recipes import (
 )
 from equipoise.lab.runs import Run, new_folder, open_run
 from equipoise.lab.sweeps import Stopped, resume_folder, summarize, train_recipe
-from equipoise.registry import Registry, call
+from equipoise.registry import Registry, call, check_options
 
 FIGURES = Registry(
     "figure",
@@ -32,8 +32,11 @@ FIGURES = Registry(
         "mondeq-accuracy": "equipoise.lab.mondeq_figures:accuracy",
         "mondeq-iterations": "equipoise.lab.mondeq_figures:iterations",
         "mondeq-convergence": "equipoise.lab.mondeq_figures:convergence",
+        "mdeq-convergence": "equipoise.lab.mdeq_figures:convergence",
+        "mdeq-scales": "equipoise.lab.mdeq_figures:scales",
     },
 )
+FIGURE_FACTS = ("runs", "machine", "folders", "path")  # what a function that draws a figure may ask for
 
 
 def reproduce_table(
@@ -160,6 +163,9 @@ def draw_figure(
         raise RecipeError(f"{name} is drawn from trained runs (--run): a budget or changes have no effect on them.")
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
+    find_outside(source)
+    draw, owner = FIGURES[spec.figure], f"figure {spec.figure!r}"
+    check_options(draw, spec.options, FIGURE_FACTS, owner)  # before hours of training
     runs = [open_run(folder) for folder in given]
     for recipe in [] if given else spec.recipes:
         prepared = open_recipe(recipe, budget, list(changes))
@@ -168,9 +174,9 @@ def draw_figure(
         runs.append(open_run(train_recipe(prepared, parent, machine, folders)))
     path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
     if machine.leads:
-        find_outside(source)
-        facts = {"runs": runs, "machine": machine, "folders": list(folders), "path": path}
-        figure = call(FIGURES[spec.figure], spec.options, facts, f"figure {spec.figure!r}")
+        find_outside(source)  # a training looked for its own
+        facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, machine, list(folders), path), strict=True))
+        figure = call(draw, spec.options, facts, owner)
         with whole(path) as part:
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)
         print(f"figure            {path}")
