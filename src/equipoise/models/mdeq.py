@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from torch.nn import functional as F
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mdeq_heads import ClassificationHead, SegmentationHead
 from equipoise.models.normalize import Normalize
+from equipoise.problem import autocast_state
 from equipoise.registry import unknown
 from equipoise.solvers import Broyden
 from equipoise.stability import VariationalDropout, WeightNorm
 from equipoise.tolerance import Tolerance
+from equipoise.validation import require
 
 ACTIVATIONS = ("relu", "softplus")
 HEADS = ("classification", "segmentation")
@@ -62,19 +64,23 @@ class Size:
     def __post_init__(self) -> None:
         for name in ("channels", "head_channels", "big_kernels"):
             value = getattr(self, name)
-            if not (isinstance(value, tuple | list) and all(isinstance(c, int) and c >= 0 for c in value)):
-                raise ValueError(f"{name} is {value!r}; it must be a list of whole numbers, one for each scale.")
+            least = 0 if name == "big_kernels" else 1
+            if not (isinstance(value, tuple | list) and all(isinstance(c, int) and c >= least for c in value)):
+                sentence = f"it must be a list of whole numbers of at least {least}, one for each scale."
+                raise ValueError(f"{name} is {value!r}; {sentence}")
             object.__setattr__(self, name, tuple(value))
-        if not self.channels or min(self.channels) < 1:
-            raise ValueError(f"channels is {self.channels}; it must be at least 1 for each scale, and one scale.")
+        if not self.channels:
+            raise ValueError("channels is empty; it must have an entry for each scale, and at least one scale.")
         for name in ("head_channels", "big_kernels"):
             if (given := len(getattr(self, name))) not in (0, len(self.channels)):
                 raise ValueError(f"{name} has {given} entries and channels {len(self.channels)}: one for each scale.")
         if self.big_kernels and max(self.big_kernels) > 2:
             raise ValueError(f"big_kernels is {self.big_kernels}; a block has two convolutions: 0, 1 or 2 for each.")
         for name, least in (("groups", 1), ("downsamplings", 0), ("blocks", 1), ("final_channels", 0)):
-            if not isinstance(value := getattr(self, name), int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+            require(self, name, at_least=least, whole=True)
+        require(self, "expansion", above=0)
+        require(self, "dropout", at_least=0, below=1)
+        require(self, "post_affine", kind=bool)
         for channels in self.channels:
             for width in (channels, int(self.expansion * channels)):
                 if width < 1 or width % self.groups:
@@ -82,10 +88,20 @@ class Size:
                         f"groups is {self.groups}, which does not divide {width} channels (channels {self.channels}, "
                         f"expansion {self.expansion:g}): choose a divisor of all of them."
                     )
+            if channels % self.last_groups:
+                raise ValueError(
+                    f"groups is {self.groups}, half of which, {self.last_groups}, does not divide {channels} channels: "
+                    "the last norm of f has half the groups. Choose an even number."
+                )
 
     @property
     def scales(self) -> int:
         return len(self.channels)
+
+    @property
+    def last_groups(self) -> int:
+        """Of the last GroupNorm of f."""
+        return max(1, self.groups // 2)
 
     @property
     def divisor(self) -> int:
@@ -194,6 +210,7 @@ class MultiscaleCell(nn.Module):
     def __init__(self, size: Size, activation: str = "relu", weight_norm: bool = True):
         super().__init__()
         self.size, self.activation, scales = size, activation, range(size.scales)
+        require(self, "activation", among=ACTIVATIONS)
         self.blocks = nn.ModuleList(
             nn.ModuleList(Block(size, i, activation, weight_norm) for _ in range(size.blocks)) for i in scales
         )
@@ -206,7 +223,7 @@ class MultiscaleCell(nn.Module):
             weighed(nn.Conv2d(size.channels[i], size.channels[i], 1, bias=False), weight_norm) for i in several
         )
         self.norms = nn.ModuleList(
-            nn.GroupNorm(max(1, size.groups // 2), size.channels[i], affine=size.post_affine) for i in several
+            nn.GroupNorm(size.last_groups, size.channels[i], affine=size.post_affine) for i in several
         )
 
     def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -240,8 +257,10 @@ class MultiscaleCell(nn.Module):
                 f"and width of images must be multiples of {self.size.divisor}. Resize or pad them."
             )
         order = torch.channels_last if is_channels_last(x[0]) else torch.contiguous_format
+        narrow = autocast_state(x[0].device.type)  # what autocast made narrow was not meant for a state
+        dtype = torch.promote_types(x[0].dtype, torch.float32) if narrow else x[0].dtype
         return tuple(
-            torch.zeros(batch, c, height >> i, width >> i, dtype=x[0].dtype, device=x[0].device).contiguous(
+            torch.zeros(batch, c, height >> i, width >> i, dtype=dtype, device=x[0].device).contiguous(
                 memory_format=order
             )
             for i, c in enumerate(self.size.channels)
@@ -299,10 +318,18 @@ class MDEQ(nn.Module):
     ):
         super().__init__()
         if size not in SIZES:
-            raise ValueError(unknown("size of MDEQ", size, SIZES))
-        for name, value, allowed in (("head", head, HEADS), ("activation", activation, ACTIVATIONS)):
+            raise ValueError(unknown("size of MDEQ", str(size), SIZES))
+        for name, value, allowed in (
+            ("head", head, HEADS),
+            ("activation", activation, ACTIVATIONS),
+            ("weight_norm", weight_norm, (True, False)),
+        ):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}.")
+        if head == "segmentation":
+            if not (head_channels is None and final_channels is None):
+                raise ValueError("head_channels and final_channels are those of a classification head: leave them out.")
+            head_channels, final_channels = (), 0
         if classes < 2:
             raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
         given: dict[str, Any] = {
@@ -329,13 +356,8 @@ class MDEQ(nn.Module):
                 if isinstance(module, nn.BatchNorm2d):
                     module.momentum = SEGMENTATION_MOMENTUM
         else:
-            divisor = self.size.divisor
-            if shape[1] % divisor or shape[2] % divisor:
-                raise ValueError(
-                    f"images of {shape[1]} x {shape[2]} do not fit this model, which halves them "
-                    f"{self.size.downsamplings + self.size.scales - 1} times: height and width must be multiples of "
-                    f"{divisor}. Resize or pad them, or choose fewer scales."
-                )
+            if shape[1] % self.size.divisor or shape[2] % self.size.divisor:
+                self.refuse(shape[1:])
             if not self.size.head_channels or not self.size.final_channels:
                 raise ValueError(
                     f"the size {size!r} has no classification head: give head_channels and final_channels, or "
@@ -351,9 +373,19 @@ class MDEQ(nn.Module):
         """What enters the first scale of the equilibrium; normalised images are padded to a size that fits."""
         x = self.normalize(images)
         height, width = (-n % self.size.divisor for n in images.shape[2:])
-        if self.segments and (height or width):
+        if height or width:
+            if not self.segments:
+                self.refuse(images.shape[2:])
             x = F.pad(x, (0, width, 0, height))
         return self.inject(self.stem(x))
+
+    def refuse(self, size: Sequence[int]) -> NoReturn:
+        """Say that images of this size cannot be halved as often as the model does."""
+        raise ValueError(
+            f"images of {size[0]} x {size[1]} do not fit this model, which halves them "
+            f"{self.size.downsamplings + self.size.scales - 1} times: height and width must be multiples of "
+            f"{self.size.divisor}. Resize or pad them, or choose fewer scales."
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.head(self.equilibrium((self.features(images),)))
