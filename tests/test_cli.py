@@ -236,8 +236,12 @@ def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch
     assert main(["train", name, *words]) == 0
     (folder,) = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
-    assert result["failed_steps"] == 0
-    assert result["test"]["solver"]["forward"]["failed"] < 0.01
+    solves = result["test"]["solver"]["forward"]
+    if open_recipe(name).read(Recipe).failures.stop_after:
+        assert result["failed_steps"] == 0
+        assert solves["failed"] < 0.01
+    else:  # the model is meant to run out of steps
+        assert set(solves["results"]) <= {"CONVERGED", "MAX_STEPS"}
 
 
 def test_a_figure(run, tmp_path, capsys):

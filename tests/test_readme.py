@@ -81,6 +81,25 @@ def test_the_example_of_mondeq_runs():
     assert names["op"].A.grad is not None
 
 
+def test_the_example_of_mdeq_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "mdeq.md").read_text(), re.M | re.S)
+    names: dict = {}
+    exec(compile(block, "docs/mdeq.md", "exec"), names)
+    assert names["logits"].shape == (4, 10)
+    assert all(p.grad is not None for p in names["model"].parameters())
+
+
+def test_the_sizes_of_mdeq_are_those_that_are_told():
+    told = re.findall(r"^\| `(\S+)`[^|]*\|[^|]*\| ([\d,]+)", (ROOT / "docs" / "mdeq.md").read_text(), re.M)
+    assert len(told) == 8
+    for name, count in told:
+        head = "segmentation" if name.startswith("cityscapes") else "classification"
+        classes = {"cifar10": 10, "imagenet": 1000, "cityscapes": 19}[name.partition("-")[0]]
+        with torch.device("meta"):
+            model = eq.models.MDEQ((3, 32, 32), classes, size=name, head=head)
+        assert f"{sum(p.numel() for p in model.parameters()):,}" == count.rstrip(",")
+
+
 def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_measured():
     folder, said = ROOT / "results" / "mondeq", " ".join((ROOT / "results" / "README.md").read_text().split())
     certified = json.loads((folder / "mnist-fc-certified.json").read_text())

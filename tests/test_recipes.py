@@ -21,6 +21,7 @@ from equipoise.lab.recipes import (
     Data,
     Failures,
     FigureSpec,
+    Jacobian,
     Named,
     Paper,
     Phase,
@@ -205,7 +206,7 @@ WRONG = {
     bool: ["1", '"yes"', "[true]"],
 }
 SENTENCES = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
-TABLES = {"paper": Paper, "data": Data, "training": Training, "failures": Failures}
+TABLES = {"paper": Paper, "data": Data, "training": Training, "jacobian": Jacobian, "failures": Failures}
 
 
 def simple_fields(kind):
