@@ -168,14 +168,15 @@ def make_camvid(folder):
             write(folder / f"{part}annot" / f"{i}.png", label_map)
 
 
-def make_cityscapes(folder):
+def make_cityscapes(folder, times=1):
+    """Images of 16 x 8 pixels, or ``times`` as large."""
     for part, cities in (("train", ("aachen", "bochum")), ("val", ("lindau",)), ("test", ("berlin",))):
         for city in cities:
             stem = f"{part}/{city}/{city}_000000_000019"
-            image = np.repeat(np.repeat(numbers(4, 8, 3), 2, axis=0), 2, axis=1)
+            image = np.repeat(np.repeat(numbers(4 * times, 8 * times, 3), 2, axis=0), 2, axis=1)
             write(folder / f"leftImg8bit/{stem}_leftImg8bit.png", picture(image))
-            write(folder / f"gtFine/{stem}_gtFine_labelIds.png", picture(numbers(8, 16, below=34)))
-            write(folder / f"gtFine/{stem}_gtFine_color.png", picture(numbers(8, 16, 3)))
+            write(folder / f"gtFine/{stem}_gtFine_labelIds.png", picture(numbers(8 * times, 16 * times, below=34)))
+            write(folder / f"gtFine/{stem}_gtFine_color.png", picture(numbers(8 * times, 16 * times, 3)))
 
 
 def make_pets(folder, *parts, count=10):
