@@ -21,6 +21,7 @@ from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient,
 from equipoise.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (
+    FISTA,
     GMRES,
     Anderson,
     BiCGStab,
@@ -31,6 +32,7 @@ from equipoise.solvers import (
     PeacemanRachford,
     Picard,
     Progress,
+    ProximalGradient,
     Solver,
 )
 from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, jacobian_penalty, spectral_radius
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FISTA",
     "GMRES",
     "Anderson",
     "BiCGStab",
@@ -62,6 +65,7 @@ __all__ = [
     "PhantomGradient",
     "Picard",
     "Progress",
+    "ProximalGradient",
     "Result",
     "Solution",
     "Solver",

@@ -76,6 +76,11 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
+def is_channels_last(images: Tensor) -> bool:
+    """Whether images are in channels-last order, and could not as well be taken for contiguous ones."""
+    return images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+
+
 def select(tensor: Tensor, rows: Tensor) -> Tensor:
     """The samples ``rows`` of a tensor, laid out in memory as it is; index_select alone would put the batch first."""
     if tensor.dim() < 2 or tensor.is_contiguous():

@@ -257,6 +257,21 @@ class SpectralNorm(nn.Module):
         size = (x.shape[-2], x.shape[-1]) if isinstance(self.layer, nn.Conv2d) else None
         return apply_layer(self.layer, x, self.weight(size))
 
+    def adjoint(self, y: Tensor) -> Tensor:
+        """The transpose of the linear part, so without a bias: <layer(x), y> = <x, layer.adjoint(y)>.
+
+        A convolution must keep the size of its images, as with a padding of half an odd kernel: its weight depends on
+        the size of x, which y then tells.
+        """
+        if not isinstance(self.layer, nn.Conv2d):
+            return y @ self.weight()
+        if any(2 * p != k - 1 for p, k in zip(self.layer.padding, self.layer.kernel_size, strict=True)):
+            raise ValueError(
+                "adjoint needs a convolution that keeps the size of images, and this one has kernel "
+                f"{self.layer.kernel_size} and padding {self.layer.padding}: use an odd kernel, half of it as padding."
+            )
+        return F.conv_transpose2d(y, self.weight((y.shape[-2], y.shape[-1])), padding=self.layer.padding)
+
     def extra_repr(self) -> str:
         return f"bound={self.bound}, always={self.always}"
 

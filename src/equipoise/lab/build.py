@@ -27,6 +27,8 @@ SOLVERS = Registry(
         "anderson": "equipoise.solvers:Anderson",
         "broyden": "equipoise.solvers:Broyden",
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
+        "proximal-gradient": "equipoise.solvers:ProximalGradient",
+        "fista": "equipoise.solvers:FISTA",
         "forward-backward": "equipoise.solvers:ForwardBackward",
         "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
         "douglas-rachford": "equipoise.solvers:DouglasRachford",

@@ -15,6 +15,9 @@ MODELS = Registry(
         "conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium",
         "mondeq": "equipoise.models.mondeq:MonDEQ",
         "mdeq": "equipoise.models.mdeq:MDEQ",
+        "opteq": "equipoise.models.opteq:OptEq",
+        "popteq": "equipoise.models.opteq:POptEq",
+        "mopteq": "equipoise.models.opteq:MOptEq",
     },
 )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
+from equipoise.layout import is_channels_last
 from equipoise.models.mdeq_heads import ClassificationHead, SegmentationHead
 from equipoise.models.normalize import Normalize
 from equipoise.problem import autocast_state
@@ -265,10 +266,6 @@ class MultiscaleCell(nn.Module):
             )
             for i, c in enumerate(self.size.channels)
         )
-
-
-def is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""What can be said of a hidden objective and its equilibria: whether they are stationary, whether T contracts.
+
+M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), propositions 1 and 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.fixed_point import fixed_point
+from equipoise.models.branches import Branches
+from equipoise.models.ring import Images
+from equipoise.stability import conv2d_norm_bound, spectral_radius
+from equipoise.tolerance import Tolerance
+
+STEPS = 500  # of a solve that is verified
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """Proposition 1 at the equilibria of some images; every entry has one number for each.
+
+    Attributes:
+        residual: ||T(z) - z|| / ||T(z)||, of the solve.
+        objective: G.
+        gradient: ||dG/dz|| by the length of one of its two parts, which cancel at a stationary point.
+    """
+
+    residual: Tensor
+    objective: Tensor
+    gradient: Tensor
+
+    def __str__(self) -> str:
+        return (
+            f"proposition 1 on {len(self.gradient)} images: the gradient of the objective is at most "
+            f"{self.gradient.max():.1e} of either of its parts\n"
+            f"(median {self.gradient.median():.1e}), where the residual of the equilibrium is at most "
+            f"{self.residual.max():.1e}; objective between {self.objective.min():.4g} and {self.objective.max():.4g}"
+        )
+
+
+def verification_of(model: Any, images: Tensor, relative: float | None = None) -> Verification:
+    """Solve to the tolerance and look at the gradient of G; see :func:`gradient_at`."""
+    layer, cell = model.equilibrium, model.cell
+    if relative is None:
+        relative = 100 * torch.finfo(next(model.parameters()).dtype).eps
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = cell.prepare(model.features(images))
+        tolerance = Tolerance(relative=relative, max_steps=STEPS)
+        solution = fixed_point(cell, cell.start, *inputs, solver=layer.solver, tolerance=tolerance)
+        z: Images = solution.value
+        y = cell.lift(z, *inputs)
+        gradient, part = gradient_at(cell, z, y, *inputs[1:])
+        lengths = [torch.linalg.vector_norm(flat(images), dim=1) for images in (gradient, part)]
+        scale = torch.where(lengths[1] == 0, 1.0, lengths[1])
+        return Verification(solution.stats.residual, cell.objective(y, *inputs), lengths[0] / scale)
+
+
+def gradient_at(cell: Branches, z: Images, y: Images, t: Tensor | None = None) -> tuple[Images, Images]:
+    """dG/dz at W^T y for y = s(W h(z) + x), and its first part.
+
+    With a = W h(z) + x, a - y is a subgradient of f at y = prox_f(a). So the terms of G in y have the derivative
+    (a - y) - x + y = W h(z) in y, which is h(z) in W^T y: no inverse is needed, nor a derivative of f where it has
+    none. The coupling is differentiated by autograd, so that h is put to the test.
+    """
+    with torch.enable_grad():
+        lowered = tuple(part.detach().requires_grad_() for part in cell.lower(y))
+        coupling = cell.ring.coupling(lowered, t).sum()
+        pulls = torch.autograd.grad(coupling, lowered)
+    h = tuple(cell.ring.h(z, t))
+    return tuple(a + b for a, b in zip(h, pulls, strict=True)), h
+
+
+def flat(images: Images) -> Tensor:
+    return torch.cat([part.flatten(1) for part in images], dim=1)
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """How T converges. A theorem without diversity; with it, signs that change with z are in its way.
+
+    Attributes:
+        norm: of the largest W_i, from above.
+        factor: norm^2 (1 + lambda (C - 1)): distances shrink by it or more at every step, if the signs stay as they
+            are; in the largest of the branches' 2-norms.
+        proven: whether the factor is a bound of T itself, and below 1. Then every image has one equilibrium, and plain
+            iteration finds it.
+        radius: the largest spectral radius of T' at the equilibria of the images that were given: measured, near below
+            1 plain iteration converges there. None if nothing was measured.
+    """
+
+    norm: float
+    factor: float
+    proven: bool
+    radius: float | None = None
+
+    def __str__(self) -> str:
+        if self.proven:
+            told = f"T is a contraction: every step leaves at most {self.factor:.3g} of the error"
+        elif self.factor < 1:
+            told = (
+                f"no contraction is proven: with the signs of D held fixed every step would leave at most "
+                f"{self.factor:.3g} of the error, but they move with z"
+            )
+        else:
+            told = f"no contraction is proven: even with the signs of D held fixed the bound is {self.factor:.3g}"
+        measured = (
+            "" if self.radius is None else f"\nspectral radius of T' at the equilibria, measured: {self.radius:.3g}"
+        )
+        return f"||W|| <= {self.norm:.3g}; {told}{measured}"
+
+
+def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
+    """Bounds in float64, of the convolutions on the grids at hand; the spectral radius at the images' equilibria."""
+    cell: Branches = model.cell
+    ring = cell.ring
+    with torch.inference_mode(False), torch.no_grad():
+        norms = [
+            conv2d_norm_bound(W.weight(size).double(), size, iterations=12)
+            for W, size in zip(cell.W, cell.sizes, strict=True)  # type: ignore[operator]
+        ]
+        norm = float(torch.stack(norms).max())
+        factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
+        radius = None
+        if images is not None:
+            inputs = cell.prepare(model.features(images))
+            z = model.equilibrium.solve(*inputs).value
+            radius = float(spectral_radius(cell, z, *inputs).max())
+    return Contraction(norm, factor, ring.diversity == 0 and factor < 1, radius)

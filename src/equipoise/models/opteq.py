@@ -1,0 +1,347 @@
+"""OptEq, POptEq, MOptEq: classifiers whose equilibrium is a stationary point of an objective that can be written down.
+
+M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022); OptEq: X. Xie et al.,
+"Optimization induced equilibrium networks" (2021). What is solved stands in :mod:`equipoise.models.branches`.
+
+The paper's own wiring cannot be recovered: its counts of parameters do not fit its numbers of channels (four dense 3x3
+convolutions of 256 channels alone have 2.4M parameters, and the whole model is said to have 1.9M), and no one wiring
+gives all of them. The sizes here have the paper's counts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.fixed_point import Equilibrium
+from equipoise.models.branches import Branches
+from equipoise.models.hidden import Contraction, Verification, contraction_of, verification_of
+from equipoise.models.normalize import Normalize
+from equipoise.models.ring import Images, Ring
+from equipoise.registry import unknown
+from equipoise.solvers import Anderson
+from equipoise.tolerance import Tolerance
+from equipoise.validation import require
+
+TOLERANCE = Tolerance(relative=1e-3, max_steps=60)
+FUSIONS = ("none", "sum", "conv")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The numbers that make a model.
+
+    Args:
+        channels: of g and of every branch.
+        scales: for each branch, by what its resolution is lower than that of g.
+        kernel, injection_kernel: sides of the convolutions W_i and U_i, odd.
+        stem: 3x3 convolutions that make g, each with BatchNorm and ReLU.
+        downsamplings: how many of them, from the first on, halve the image.
+    """
+
+    channels: int
+    scales: tuple[int, ...] = (1, 1, 1)
+    kernel: int = 3
+    injection_kernel: int = 3
+    stem: int = 2
+    downsamplings: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.scales, tuple | list) and all(isinstance(s, int) and s >= 1 for s in self.scales)):
+            raise ValueError(
+                f"scales is {self.scales!r}; it must be a list of whole numbers of at least 1, one for each branch."
+            )
+        object.__setattr__(self, "scales", tuple(self.scales))
+        require(self, "channels", at_least=1, whole=True)
+        require(self, "stem", at_least=1, whole=True)
+        require(self, "downsamplings", at_least=0, at_most=self.stem, whole=True)
+
+
+_FOUR: dict[str, Any] = {"scales": (1, 2, 4, 8), "injection_kernel": 1}
+_LARGE_IMAGES: dict[str, Any] = {**_FOUR, "stem": 2, "downsamplings": 2}
+SIZES = {  # by the paper's counts of parameters; "reduced" is for two cores
+    "reduced": Size(16),
+    "single-193k": Size(32, kernel=5, injection_kernel=5, stem=5),
+    "multi-0.48m": Size(108, stem=1, **_FOUR),
+    "multi-1.9m": Size(216, stem=1, **_FOUR),
+    "multi-8.1m": Size(448, stem=1, **_FOUR),
+    "imagenette-1.9m": Size(196, **_LARGE_IMAGES),
+    "imagenette-10m": Size(450, **_LARGE_IMAGES),
+    "imagenet-13m": Size(475, **_LARGE_IMAGES),
+}
+
+
+class BranchModel(nn.Module, ABC):
+    """Stem g, branches at equilibrium, head: images in [0, 1] to logits."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        size: str,
+        numbers: dict[str, Any],
+        ring: Ring,
+        options: dict[str, Any],
+    ):
+        super().__init__()
+        if classes < 2:
+            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+        if size not in SIZES:
+            raise ValueError(unknown("size of OptEq", str(size), SIZES))
+        self.size = replace(SIZES[size], **{name: value for name, value in numbers.items() if value is not None})
+        grid = tuple(-(-n // 2**self.size.downsamplings) for n in shape[1:])
+        for scale in self.size.scales:
+            if min(grid) < scale:
+                raise ValueError(
+                    f"scales is {self.size.scales}, and g has {grid[0]} x {grid[1]} pixels: a branch needs one."
+                )
+        self.normalize = Normalize(mean, std)
+        self.stem = stem(shape[0], self.size)
+        cell = Branches(
+            self.size.channels,
+            [(grid[0] // scale, grid[1] // scale) for scale in self.size.scales],
+            (self.size.channels, *grid),
+            ring,
+            kernel=self.size.kernel,
+            injection_kernel=self.size.injection_kernel,
+            **options,
+        )
+        self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
+        self.head = nn.Linear(self.read_channels, classes)
+
+    @property
+    def cell(self) -> Branches:
+        return self.equilibrium.f  # type: ignore[return-value]
+
+    @property
+    def read_channels(self) -> int:
+        """How many numbers the head reads."""
+        return self.size.channels * len(self.size.scales)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classify(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """g."""
+        return self.stem(self.normalize(images))
+
+    def classify(self, g: Tensor) -> Tensor:
+        """Logits, from g on."""
+        return self.read(self.branches(g))
+
+    def branches(self, g: Tensor) -> Images:
+        """z of every branch at the equilibrium."""
+        return self.equilibrium(*self.cell.prepare(g))
+
+    def read(self, z: Images) -> Tensor:
+        """Logits, from z on: the branches' averages over the image, weighed."""
+        return self.head(torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1))
+
+    def objective(self, z: Images, images: Tensor) -> Tensor:
+        """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.
+
+        Example:
+            >>> z = model.branches(model.features(images))
+            >>> model.objective(z, images)
+        """
+        inputs = self.cell.prepare(self.features(images))
+        return self.cell.objective(self.cell.lift(z, *inputs), *inputs)
+
+    def verify(self, images: Tensor, relative: float | None = None) -> Verification:
+        """Solve for these images and check proposition 1: the gradient of G there, by how much it is not zero.
+
+        Args:
+            images: a batch.
+            relative: tolerance of the solve; None is a hundred rounding units.
+
+        Example:
+            >>> print(model.double().verify(images.double()))
+        """
+        return verification_of(self, images, relative)
+
+    def certificate(self, images: Tensor | None = None) -> Contraction:
+        """What is proven of the convergence of T, and where nothing is, what is measured at the equilibria of images.
+
+        Example:
+            >>> print(model.certificate(images))
+        """
+        return contraction_of(self, images)
+
+
+class OptEq(BranchModel):
+    """One branch: z = W^T s(W z + U g + b) (eq. 1), the minimum of a convex G (eq. 2).
+
+    Args:
+        shape: of one image, (channels, height, width).
+        classes: how many.
+        mean, std: of the images per channel.
+        size: a name of ``SIZES``, of which a single branch is taken; every number of it can be given by itself as well:
+        channels, kernel, injection_kernel, stem, downsamplings: see :class:`Size`; None is as the size says.
+        bound, activation, order: see :class:`~equipoise.models.branches.Branches`.
+
+    Example:
+        >>> model = OptEq(shape=(3, 32, 32), classes=10, size="reduced")
+        >>> print(model.verify(images))
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        size: str = "single-193k",
+        channels: int | None = None,
+        kernel: int | None = None,
+        injection_kernel: int | None = None,
+        stem: int | None = None,
+        downsamplings: int | None = None,
+        bound: float = 0.9,
+        activation: Any = "relu",
+        order: str = "gauss-seidel",
+    ):
+        numbers = {
+            "channels": channels,
+            "scales": (1,),
+            "kernel": kernel,
+            "injection_kernel": injection_kernel,
+            "stem": stem,
+            "downsamplings": downsamplings,
+        }
+        options = {"bound": bound, "activation": activation, "order": order}
+        super().__init__(shape, classes, mean, std, size, numbers, Ring(heritage=False), options)
+
+
+class POptEq(BranchModel):
+    """Parallel branches, each an OptEq of its own (eq. 10), brought together after the equilibrium.
+
+    Args:
+        shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation,
+            order: as of :class:`OptEq`.
+        scales: see :class:`Size`.
+        fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them.
+
+    Example:
+        >>> POptEq(shape=(3, 32, 32), classes=10, fusion="conv")
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        size: str = "single-193k",
+        channels: int | None = None,
+        scales: Sequence[int] | None = None,
+        kernel: int | None = None,
+        injection_kernel: int | None = None,
+        stem: int | None = None,
+        downsamplings: int | None = None,
+        fusion: str = "none",
+        bound: float = 0.9,
+        activation: Any = "relu",
+        order: str = "gauss-seidel",
+    ):
+        if fusion not in FUSIONS:
+            raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
+        self.fusion = fusion
+        numbers = {
+            "channels": channels,
+            "scales": scales,
+            "kernel": kernel,
+            "injection_kernel": injection_kernel,
+            "stem": stem,
+            "downsamplings": downsamplings,
+        }
+        options = {"bound": bound, "activation": activation, "order": order}
+        super().__init__(shape, classes, mean, std, size, numbers, Ring(heritage=False), options)
+        if fusion != "none" and len(set(self.size.scales)) > 1:
+            raise ValueError(
+                f"fusion is {fusion!r}, and the branches differ in size (scales {self.size.scales}): use 'none'."
+            )
+        width = self.size.channels * len(self.size.scales)
+        self.fuse = nn.Conv2d(width, width, 3, padding=1, bias=False) if fusion == "conv" else None
+
+    @property
+    def read_channels(self) -> int:
+        return self.size.channels if self.fusion == "sum" else super().read_channels
+
+    def read(self, z: Images) -> Tensor:
+        if self.fusion == "sum":
+            z = (torch.stack(z).sum(dim=0),)
+        elif self.fuse is not None:
+            z = (torch.relu(self.fuse(torch.cat(z, dim=1))),)
+        return super().read(z)
+
+
+class MOptEq(BranchModel):
+    """Branches on a ring, coupled inside the equilibrium by hierarchical heritage and diversity (eq. 5, 6).
+
+    Args:
+        shape, classes, mean, std, size, channels, scales, kernel, injection_kernel, stem, downsamplings, bound,
+            activation, order: as of :class:`POptEq`.
+        heritage, diversity, sign, smoothing: see :class:`~equipoise.models.ring.Ring`.
+        perturbation, perturb: of the Perturbation Enhanced strategy, see :class:`~equipoise.models.branches.Branches`.
+
+    Example:
+        >>> model = MOptEq(shape=(3, 32, 32), classes=10, size="multi-0.48m", diversity=0.001, perturb="train")
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        size: str = "single-193k",
+        channels: int | None = None,
+        scales: Sequence[int] | None = None,
+        kernel: int | None = None,
+        injection_kernel: int | None = None,
+        stem: int | None = None,
+        downsamplings: int | None = None,
+        heritage: bool = True,
+        diversity: float = 0.01,
+        sign: str = "smooth",
+        smoothing: float = 0.05,
+        bound: float = 0.9,
+        activation: Any = "relu",
+        order: str = "gauss-seidel",
+        perturbation: float = 0.1,
+        perturb: str = "off",
+    ):
+        numbers = {
+            "channels": channels,
+            "scales": scales,
+            "kernel": kernel,
+            "injection_kernel": injection_kernel,
+            "stem": stem,
+            "downsamplings": downsamplings,
+        }
+        ring = Ring(heritage=heritage, diversity=diversity, sign=sign, smoothing=smoothing)
+        options = {
+            "bound": bound,
+            "activation": activation,
+            "order": order,
+            "perturbation": perturbation,
+            "perturb": perturb,
+        }
+        super().__init__(shape, classes, mean, std, size, numbers, ring, options)
+
+
+def stem(inputs: int, size: Size) -> nn.Sequential:
+    """g: 3x3 convolutions with BatchNorm and ReLU, the first ``downsamplings`` of them of stride 2."""
+    layers: list[nn.Module] = []
+    for i in range(size.stem):
+        stride = 2 if i < size.downsamplings else 1
+        conv = nn.Conv2d(size.channels if i else inputs, size.channels, 3, stride=stride, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(size.channels), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
