@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import equipoise as eq
+from equipoise.models.opteq import SIZES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -98,6 +99,25 @@ def test_the_sizes_of_mdeq_are_those_that_are_told():
         with torch.device("meta"):
             model = eq.models.MDEQ((3, 32, 32), classes, size=name, head=head)
         assert f"{sum(p.numel() for p in model.parameters()):,}" == count.rstrip(",")
+
+
+def test_the_example_of_opteq_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "opteq.md").read_text(), re.M | re.S)
+    names: dict = {}
+    exec(compile(block, "docs/opteq.md", "exec"), names)
+    assert all(p.grad is not None for p in names["model"].parameters())
+    assert "proposition 1 on 4 images" in capsys.readouterr().out
+
+
+def test_the_sizes_of_opteq_are_those_that_are_told():
+    told = re.findall(r"^\| `(\S+)`([^|]*)\| (\d+) \|.*\| ([\d,]+) \|$", (ROOT / "docs" / "opteq.md").read_text(), re.M)
+    assert [name for name, *_ in told] == list(SIZES)
+    for name, note, channels, count in told:
+        assert SIZES[name].channels == int(channels)
+        side = {"imagenette": 256, "imagenet": 224}.get(name.partition("-")[0], 32)
+        with torch.device("meta"):
+            model = eq.models.MOptEq((3, side, side), 1000 if "1000" in note else 10, size=name)
+        assert f"{sum(p.numel() for p in model.parameters()):,}" == count
 
 
 def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_measured():

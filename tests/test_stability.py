@@ -263,3 +263,17 @@ def test_layers_copy_pickle_and_save_clean(layer):
 def test_bad_arguments_get_a_sentence(make, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make()
+
+
+@pytest.mark.parametrize("shape", [(40, 5, 5), (40, 7, 3), (40, 3, 7), (6, 1, 1)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_matrix_with_the_largest_bound_is_found_without_bounding_them_all(shape, alike):
+    from equipoise.stability import largest_norm, operator_norm_bound
+
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        blocks = torch.randn(*shape, dtype=torch.complex128, generator=draws)
+        if not alike:
+            blocks = blocks * torch.rand(shape[0], 1, 1, generator=draws, dtype=torch.float64) ** 4
+        assert largest_norm(blocks, 6) == operator_norm_bound(blocks, 6).argmax()
+    assert largest_norm(torch.zeros(shape, dtype=torch.complex128), 6) in range(shape[0])

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from equipoise.lab.solves import add
+from equipoise.models.opteq import POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift
+from equipoise.tasks.augmented import AugmentedClassification
 from equipoise.tasks.classification import Classification, confusion_figure, image_grid
 
 NAMES = tuple("abcde")
@@ -220,6 +222,8 @@ def test_every_task_keeps_the_contract(name):
     model: nn.Module = Fixed()
     if name == "segmentation":  # a class for every pixel
         labels, model = labels[:, None, None].expand(-1, *images.shape[2:]), nn.Conv2d(images.shape[1], len(NAMES), 1)
+    elif name == "augmented-classification":
+        model = POptEq((1, 6, 6), 5, size="reduced", channels=3, stem=1)
     loss, sums = task.loss(model, (images, labels))
     loss.backward()
     assert next(model.parameters()).grad is not None
@@ -461,3 +465,36 @@ def test_images_of_any_number_of_channels_can_be_shown(channels):
 
 def test_a_grid_without_images_is_empty():
     assert drawn(image_grid([])).startswith(b"\x89PNG")
+
+
+# Heritage and diversity in the loss
+
+
+def test_the_augmented_loss_is_the_cross_entropy_less_heritage_more_diversity():
+    torch.manual_seed(0)
+    model = POptEq((1, 6, 6), 5, size="reduced", channels=3, stem=1).double().eval()
+    images, labels = batch_of(4)
+    images = images.double()
+    task = AugmentedClassification(class_names=NAMES, gamma=0.3, diversity=0.2)
+    loss, sums = task.loss(model, (images, labels))
+    with torch.no_grad():
+        z = [part.flatten(2) for part in model.branches(model.features(images))]
+        gain = torch.zeros(4, dtype=torch.float64)
+        for i in range(3):
+            for k, j in itertools.product(range(3), repeat=2):
+                inner = (z[i][:, k] * z[(i + 1) % 3][:, j]).sum(1)
+                gain += inner if k == j else -0.2 * inner.abs()
+        expected = functional.cross_entropy(model(images), labels) - 0.3 * gain.mean()
+    assert abs(loss - expected) < 1e-10
+    assert sums["samples"] == 4
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.equilibrium.parameters())
+    assert not model.equilibrium._forward_hooks
+
+
+def test_the_augmented_loss_needs_branches():
+    task = TASKS["augmented-classification"](class_names=NAMES)
+    with pytest.raises(TypeError, match="needs a model with branches.*not a Fixed"):
+        task.loss(Fixed(), batch_of(4))
+    with pytest.raises(ValueError, match="gamma is -1"):
+        TASKS["augmented-classification"](class_names=NAMES, gamma=-1)

@@ -34,6 +34,12 @@ FIGURES = Registry(
         "mondeq-convergence": "equipoise.lab.mondeq_figures:convergence",
         "mdeq-convergence": "equipoise.lab.mdeq_figures:convergence",
         "mdeq-scales": "equipoise.lab.mdeq_figures:scales",
+        "opteq-coupling": "equipoise.lab.opteq_figures:coupling",
+        "opteq-perturbation": "equipoise.lab.opteq_figures:perturbation",
+        "opteq-attack": "equipoise.lab.opteq_figures:attack",
+        "opteq-augmented": "equipoise.lab.opteq_figures:augmented",
+        "opteq-diversity": "equipoise.lab.opteq_figures:diversity",
+        "opteq-solvers": "equipoise.lab.opteq_figures:solvers",
     },
 )
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # what a function that draws a figure may ask for
@@ -61,9 +67,12 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ())
     source = open_recipe(asked["name"])
     table: Table = source.read(Table)
     lines: list[dict[str, Any]] = []
-    for number, (row, recipe) in enumerate(rows(source, budget, asked["changes"]), 1):
+    found = rows(source, budget, asked["changes"])
+    for row, recipe in found:
         if machine.leads:
             print(f"== {row.label} ({row.recipe})", flush=True)
+        # Rows that differ in their metric only are of one training.
+        number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
         home = folder / f"row-{number}"
         begun = machine.share(sorted(home.glob("*-*"))[:1])
         try:

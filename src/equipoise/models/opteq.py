@@ -24,6 +24,7 @@ from equipoise.models.hidden import Contraction, Verification, contraction_of, v
 from equipoise.models.normalize import Normalize
 from equipoise.models.ring import Images, Ring
 from equipoise.registry import unknown
+from equipoise.scope import Scope
 from equipoise.solvers import Anderson
 from equipoise.tolerance import Tolerance
 from equipoise.validation import require
@@ -138,7 +139,8 @@ class BranchModel(nn.Module, ABC):
 
     def branches(self, g: Tensor) -> Images:
         """z of every branch at the equilibrium."""
-        return self.equilibrium(*self.cell.prepare(g))
+        with Scope(len(g)).entered():  # what prepares the solve shares its weights
+            return self.equilibrium(*self.cell.prepare(g))
 
     def read(self, z: Images) -> Tensor:
         """Logits, from z on: the branches' averages over the image, weighed."""

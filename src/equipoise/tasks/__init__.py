@@ -7,6 +7,7 @@ TASKS = Registry(
     "task",
     {
         "classification": "equipoise.tasks.classification:Classification",
+        "augmented-classification": "equipoise.tasks.augmented:AugmentedClassification",
         "robustness": "equipoise.tasks.robustness:Robustness",
         "segmentation": "equipoise.tasks.segmentation:Segmentation",
     },

@@ -1,0 +1,67 @@
+"""Classification with heritage and diversity in the loss instead of in the equilibrium.
+
+M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), section 3.2, figure 3c:
+what a coupling of the branches inside the objective is compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from equipoise.models.branches import Branches
+from equipoise.models.ring import Images, Ring, heritage
+from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.classification import Classification
+from equipoise.validation import require
+
+
+class AugmentedClassification(Classification):
+    """Cross entropy - gamma sum_i (H(z_i, z_i+1) - lambda D(z_i, z_i+1)), per sample; for models with branches.
+
+    The paper prints + gamma, by which a loss that is minimised would make neighbours unlike each other.
+
+    Args:
+        class_names, shift, flip, label_smoothing, top: as in classification.
+        gamma: weight of the added terms.
+        diversity: lambda.
+    """
+
+    def __init__(
+        self,
+        class_names: tuple[str, ...],
+        shift: int = 0,
+        flip: bool = False,
+        label_smoothing: float = 0.0,
+        top: int = 1,
+        gamma: float = 1e-3,
+        diversity: float = 0.01,
+    ):
+        super().__init__(class_names, shift, flip, label_smoothing, top)
+        self.gamma, self.diversity = gamma, diversity
+        require(self, "gamma", at_least=0)
+        require(self, "diversity", at_least=0)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
+        images, labels = batch
+        bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        if not isinstance(getattr(getattr(bare, "equilibrium", None), "f", None), Branches):
+            raise TypeError(
+                f"the task 'augmented-classification' needs a model with branches (popteq, mopteq), not a "
+                f"{type(bare).__name__}."
+            )
+        found: list[Images] = []
+        hook = bare.equilibrium.register_forward_hook(lambda module, given, z: found.append(z))
+        try:
+            logits = model(images)  # as a whole: a wrapper that averages gradients has to see it
+        finally:
+            hook.remove()
+        (z,) = found
+        loss = functional.cross_entropy(
+            logits.float() if logits.dtype.itemsize < 4 else logits, labels, label_smoothing=self.label_smoothing
+        )
+        gain = heritage(z) - self.diversity * Ring().total_diversity(z)
+        return loss - self.gamma * gain.mean(), self.sums(logits.detach(), labels)
