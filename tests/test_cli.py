@@ -292,6 +292,22 @@ def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     assert (folder / "row-2" / "core-digits-001" / "seed-1" / "result.json").exists()
 
 
+def test_rows_that_differ_in_their_metric_are_of_one_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").write_text(
+        'title = "A table"\n'
+        '[[rows]]\nlabel = "one"\nrecipe = "core/digits"\n'
+        '[[rows]]\nlabel = "another"\nrecipe = "core/digits"\nchanges = {"model.channels" = 8}\n'
+        '[[rows]]\nlabel = "the loss of one"\nrecipe = "core/digits"\nmetric = "loss"\n'
+    )
+    assert main(["reproduce", "table.toml", "--budget", "smoke", "data.limit=64", "--runs", "out"]) == 0
+    folder = tmp_path / "out" / "table-001"
+    assert sorted(path.name for path in folder.glob("row-*")) == ["row-1", "row-2"]
+    one, _, loss = json.loads((folder / "table.json").read_text())["rows"]
+    result = json.loads((folder / "row-1" / "core-digits-001" / "result.json").read_text())
+    assert (one["measured"], loss["measured"]) == (result["test"]["accuracy"], result["test"]["loss"])
+
+
 def test_a_sweep_reports_mean_and_spread(tmp_path, capsys):
     words = ["--budget", "smoke", "data.limit=64", "seeds=2", "seed=5", "--runs", str(tmp_path)]
     assert main(["train", "core/digits", *words]) == 0

@@ -293,12 +293,13 @@ class SpectralNorm(nn.Module):
         """
         if not isinstance(self.layer, nn.Conv2d):
             return y @ self.weight()
-        if any(2 * p != k - 1 for p, k in zip(self.layer.padding, self.layer.kernel_size, strict=True)):
+        half = tuple(k // 2 for k in self.layer.kernel_size)
+        if self.layer.padding not in ("same", half) or not all(k % 2 for k in self.layer.kernel_size):
             raise ValueError(
                 "adjoint needs a convolution that keeps the size of images, and this one has kernel "
                 f"{self.layer.kernel_size} and padding {self.layer.padding}: use an odd kernel, half of it as padding."
             )
-        return F.conv_transpose2d(y, self.weight((y.shape[-2], y.shape[-1])), padding=self.layer.padding)
+        return F.conv_transpose2d(y, self.weight((y.shape[-2], y.shape[-1])), padding=half)
 
     def extra_repr(self) -> str:
         return f"bound={self.bound}, always={self.always}"

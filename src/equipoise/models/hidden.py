@@ -120,8 +120,8 @@ def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
     ring = cell.ring
     with torch.inference_mode(False), torch.no_grad():
         norms = [
-            conv2d_norm_bound(W.weight(size).double(), size, iterations=12)
-            for W, size in zip(cell.W, cell.sizes, strict=True)  # type: ignore[operator]
+            conv2d_norm_bound(W.weight(size).double(), size, iterations=12)  # type: ignore[operator]
+            for W, size in zip(cell.W, cell.sizes, strict=True)
         ]
         norm = float(torch.stack(norms).max())
         factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))

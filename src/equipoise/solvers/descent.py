@@ -139,14 +139,19 @@ class ProximalGradient(DescentSolver):
         hidden, length = self.hidden(problem), state.length
         target = hidden.response(state.pre)
         slope = (target - state.y).square().sum(dim=1)  # G falls by at least c times that, to first order in c
-        for _ in range(HALVINGS):
+
+        def trial() -> tuple[Tensor, Tensor, Tensor]:
             y, z = (torch.lerp(a, b, length[:, None]) for a, b in ((state.y, target), (state.z, state.image)))
-            objective = hidden.objective(y, z)
+            return y, z, hidden.objective(y, z)
+
+        y, z, objective = trial()
+        for _ in range(HALVINGS):
             enough = state.objective - SUFFICIENT * length * slope + rounding(state.objective)
             high = ~(objective <= enough)  # NaN is high
             if not bool(high.any()):
                 break
             length = torch.where(high, length / 2, length)
+            y, z, objective = trial()
         image, pre = self.at(hidden, z)
         return LineSearchState(z, image, y, pre, objective, length)
 
