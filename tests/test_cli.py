@@ -268,6 +268,18 @@ def test_a_figure(run, tmp_path, capsys):
     assert "has no option 'batchez'" in fails(capsys, "figure", mistaken)
 
 
+def test_a_recipe_of_a_figure_can_have_changes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = 'title = "x"\nfigure = "convergence"\nrecipes = ["core/digits model.channels=8", "core/digits{}"]\n'
+    (tmp_path / "two.toml").write_text(told.format(" optimizer.lrr=3"))  # said before the first one is trained
+    assert "lrr" in fails(capsys, "figure", "two.toml", "--budget", "smoke", "--runs", "runs")
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "two.toml").write_text(told.format(""))
+    assert main(["figure", "two.toml", "--budget", "smoke", "data.limit=64", "--runs", "runs"]) == 0
+    facts = [json.loads((tmp_path / "runs" / f"core-digits-00{i}" / "result.json").read_text()) for i in (1, 2)]
+    assert facts[0]["parameters"] < facts[1]["parameters"]
+
+
 def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.toml").write_text(

@@ -154,7 +154,7 @@ class FigureSpec:
 
     title: str
     figure: str  # a name of equipoise.lab.figures, or "my_module:draw"
-    recipes: tuple[str, ...]
+    recipes: tuple[str, ...]  # each may be followed by changes as on the command line: "core/mnist optimizer.lr=0.1"
     paper: Paper = Paper()
     options: dict[str, Any] = field(default_factory=dict)
 

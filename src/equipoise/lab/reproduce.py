@@ -176,11 +176,14 @@ def draw_figure(
     draw, owner = FIGURES[spec.figure], f"figure {spec.figure!r}"
     check_options(draw, spec.options, FIGURE_FACTS, owner)  # before hours of training
     runs = [open_run(folder) for folder in given]
-    for recipe in [] if given else spec.recipes:
-        prepared = open_recipe(recipe, budget, list(changes))
-        if check(prepared).seeds != 1:
+    prepared = []
+    for entry in [] if given else spec.recipes:
+        recipe, *own = entry.split()
+        prepared.append(open_recipe(recipe, budget, [*own, *changes]))
+        if check(prepared[-1]).seeds != 1:  # every recipe's mistakes show before the first one trains
             raise RecipeError(f"{name} is drawn from one run of each recipe: leave out seeds.")
-        runs.append(open_run(train_recipe(prepared, parent, machine, folders)))
+    for recipe in prepared:
+        runs.append(open_run(train_recipe(recipe, parent, machine, folders)))
     path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
     if machine.leads:
         find_outside(source)  # a training looked for its own
