@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def draw_figure(
     runs = [open_run(folder) for folder in given]
     prepared = []
     for entry in [] if given else spec.recipes:
-        recipe, *own = entry.split()
+        recipe, *own = shlex.split(entry)
         prepared.append(open_recipe(recipe, budget, [*own, *changes]))
         if check(prepared[-1]).seeds != 1:  # every recipe's mistakes show before the first one trains
             raise RecipeError(f"{name} is drawn from one run of each recipe: leave out seeds.")

@@ -26,7 +26,7 @@ class AugmentedClassification(Classification):
 
     Args:
         class_names, shift, flip, label_smoothing, top: as in classification.
-        gamma: weight of the added terms.
+        gamma: weight of the added terms. Small: they grow with the square of z and have no lower bound.
         diversity: lambda.
     """
 
@@ -37,7 +37,7 @@ class AugmentedClassification(Classification):
         flip: bool = False,
         label_smoothing: float = 0.0,
         top: int = 1,
-        gamma: float = 1e-3,
+        gamma: float = 1e-5,
         diversity: float = 0.01,
     ):
         super().__init__(class_names, shift, flip, label_smoothing, top)
