@@ -1,7 +1,9 @@
 """OptEq, POptEq and MOptEq against dense matrices and the equations of the paper, written plainly."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from equipoise.models.hidden import gradient_at
 from equipoise.models.opteq import SIZES
 from equipoise.models.ring import Ring, carry, heritage
 
-# --- the truth: features as (pixels x channels) matrices, operators as dense ones ---------------------------------------
+# --- the truth: features as (pixels x channels) matrices, operators as dense ones -----------------------------------
 
 
 def averages(n, m):
@@ -213,17 +215,27 @@ def solved(cell, g, solver=None, tolerance=TIGHT):
 
 
 def model_of(kind=eq.models.MOptEq, full=True, **options):
-    """A small model in eval mode, with biases other than 0, and norms at their bounds if ``full``."""
+    """A small model in eval mode, with biases and averages other than 0, and norms at their bounds if ``full``."""
     numbers = {"shape": (2, 8, 8), "classes": 3, "size": "reduced", "channels": 4, "stem": 1}
     model = kind(**{**numbers, **options}).double().eval()
     with torch.no_grad():
         for bias in model.cell.b:
             bias.normal_(std=0.3)
+        for layer in model.modules():
+            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+                layer.running_mean.normal_(std=0.3)
+                layer.running_var.uniform_(0.5, 2)
     for layer in (*model.cell.W, *model.cell.U):
         layer.always = full
     model.equilibrium.tolerance = TIGHT
     model.equilibrium.on_failure = "raise"
     return model
+
+
+def weighed(model, averages):
+    """Logits of what the head reads."""
+    averages = (averages - model.norm.running_mean) / (model.norm.running_var + 1e-5).sqrt()
+    return averages @ model.head.weight.T + model.head.bias
 
 
 def pictures(batch=2, channels=2, side=8):
@@ -235,7 +247,7 @@ def close(found, truth, tolerance=1e-12):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-# --- carry ------------------------------------------------------------------------------------------------------------
+# --- carry ----------------------------------------------------------------------------------------------------------
 
 PAIRS = {
     "equal": ((6, 5), (6, 5)),
@@ -278,7 +290,7 @@ def test_carry_refuses_what_it_cannot_average():
         carry(torch.zeros(1, 1, 8, 4), (4, 8))
 
 
-# --- adjoints and norms -----------------------------------------------------------------------------------------------
+# --- adjoints and norms ---------------------------------------------------------------------------------------------
 
 LAYERS = {
     "conv": (lambda: nn.Conv2d(3, 2, 3, padding=1, bias=False), (3, 4, 5), (2, 4, 5)),
@@ -354,7 +366,7 @@ def test_norms_are_bounded_after_every_step_of_training():
     assert max(norms) > 10  # of the raw weights: something was there to be bounded
 
 
-# --- h and the coupling -----------------------------------------------------------------------------------------------
+# --- h and the coupling ---------------------------------------------------------------------------------------------
 
 
 @each_size
@@ -428,7 +440,7 @@ def test_channels_last_gives_the_same_and_stays(sizes, ring):
     assert all(h.is_contiguous() for h in ring.h(z, t))
 
 
-# --- T ----------------------------------------------------------------------------------------------------------------
+# --- T --------------------------------------------------------------------------------------------------------------
 
 
 def plain_sweep(cell, z, x, t):
@@ -508,7 +520,7 @@ def test_one_branch_is_opteq(kind):
             z = torch.relu(z @ W.T + g.flatten(1) @ U.T + b) @ W
         close([part.flatten(1) for part in model.branches(g)], [z], 1e-11)
         pooled = z.reshape(2, 4, 64).mean(dim=2)
-        close([model(images)], [pooled @ model.head.weight.T + model.head.bias], 1e-11)
+        close([model(images)], [weighed(model, pooled)], 1e-11)
 
 
 def test_mopteq_without_heritage_and_diversity_is_popteq():
@@ -536,11 +548,6 @@ def test_branches_of_popteq_are_opteqs():
 
 def test_g_is_made_by_the_stem():
     model = model_of(stem=3, downsamplings=2, shape=(2, 9, 10), mean=(0.4, 0.6), std=(0.2, 0.3))
-    with torch.no_grad():
-        for layer in model.stem:
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.running_mean.normal_()
-                layer.running_var.uniform_(0.5, 2)
     images = torch.rand(2, 2, 9, 10, dtype=DOUBLE)
     x = (images - torch.tensor([0.4, 0.6])[:, None, None]) / torch.tensor([0.2, 0.3])[:, None, None]
     for k in range(3):
@@ -563,7 +570,7 @@ def test_what_popteq_reads(fusion):
         read = (z[0] + z[1] + z[2]).mean(dim=(2, 3))
     else:
         read = F.conv2d(torch.cat(z, dim=1), model.fuse.weight, padding=1).clamp(min=0).mean(dim=(2, 3))
-    close([model.read(z)], [read @ model.head.weight.T + model.head.bias])
+    close([model.read(z)], [weighed(model, read)])
 
 
 @pytest.mark.parametrize("scales", [(1, 2, 4), (1, 2, 3)], ids=str)
@@ -576,7 +583,7 @@ def test_images_of_any_shape_and_memory_order(scales):
     close([last], [logits], 1e-10)
 
 
-# --- proposition 1 ----------------------------------------------------------------------------------------------------
+# --- proposition 1 --------------------------------------------------------------------------------------------------
 
 
 def stationarity(cell, g, f, **options):
@@ -770,18 +777,18 @@ def test_verify_leaves_the_model_as_it_is():
     assert model.training
 
 
-def test_verify_does_not_vouch_for_perturbed_branches():
-    """They minimise no objective of these images: to be refused, or found not stationary."""
-    model, images = model_of(perturb="always", perturbation=1e-3, diversity=0.0, activation="softplus"), pictures()
-    try:
-        found = model.verify(images)
-    except ValueError as error:
-        assert "perturb" in str(error)
-    else:
-        assert (found.gradient > 1e-8).all()
+@pytest.mark.parametrize("perturb", ["always", "train"])
+def test_verify_does_not_vouch_for_perturbed_branches(perturb):
+    """They minimise no objective of these images, though T has an equilibrium."""
+    options = {"perturbation": 1e-3, "diversity": 0.0, "activation": "softplus"}
+    model, images = model_of(perturb=perturb, **options).train(), pictures()
+    with pytest.raises(ValueError, match=f"perturb is '{perturb}'.*perturb='off'"):
+        model.verify(images)
+    if perturb == "train":
+        assert model.eval().verify(images).gradient.max() <= 1e-10
 
 
-# --- proposition 2 ----------------------------------------------------------------------------------------------------
+# --- proposition 2 --------------------------------------------------------------------------------------------------
 
 
 def perturbed_rise(cell, g, delta):
@@ -833,7 +840,7 @@ def test_the_reconstructed_perturbation_raises_g_more_than_any_random_one(activa
     assert (rise[0] > 2 * rise[1:].abs()).all()
 
 
-# --- convergence ------------------------------------------------------------------------------------------------------
+# --- convergence ----------------------------------------------------------------------------------------------------
 
 
 def full_norm_model(channels, **options):
@@ -865,7 +872,7 @@ def test_the_papers_own_sign_does_not():
     assert solution.stats.residual.max() > 1e-6
 
 
-# --- certificates -----------------------------------------------------------------------------------------------------
+# --- certificates ---------------------------------------------------------------------------------------------------
 
 
 def longest(z):
@@ -874,7 +881,7 @@ def longest(z):
 
 
 @each_order
-@pytest.mark.parametrize("scales", [(1,), (1, 1), (1, 1, 1), (1, 2, 4), (4, 1, 2), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("scales", [(1,), (1, 1, 1), (4, 1, 2), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("heritage", [True, False], ids=["heritage", "no heritage"])
 def test_without_diversity_every_step_leaves_at_most_the_factor(order, scales, heritage):
     options = {"order": order, "scales": scales, "heritage": heritage, "diversity": 0.0}
@@ -944,12 +951,12 @@ def test_with_diversity_nothing_is_proven():
     told = model_of(diversity=0.01).certificate(images)
     assert told.factor < 1
     assert not told.proven
-    assert "no contraction is proven: with the signs of D held fixed" in str(told)
+    assert "no contraction is proven: with all signs held fixed" in str(told)
     assert f"measured: {told.radius:.3g}" in str(told)
     told = model_of(diversity=0.3).certificate()
     assert told.factor > 1
     assert not told.proven
-    assert "no contraction is proven: even with the signs of D held fixed the bound is" in str(told)
+    assert "no contraction is proven: even with all signs held fixed the bound is" in str(told)
     assert "measured" not in str(told)
 
 
@@ -980,11 +987,10 @@ def test_nothing_is_proven_of_perturbed_branches(perturb):
     told = model.certificate()
     assert not told.proven
     assert "T is a contraction" not in str(told)
-    if perturb == "train":
-        assert model.eval().certificate().proven
+    assert model.eval().certificate().proven == (perturb == "train")
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
 def tiny_model(**options):
@@ -1007,10 +1013,8 @@ def test_gradients_of_everything_match_finite_differences(order, full):
 GRADIENTS = {
     "tanh": {},
     "relu": {"activation": "relu"},
-    "jacobi": {"order": "jacobi"},
     "train": {},
-    "no heritage": {"heritage": False},
-    "three branches": {"scales": (1, 2, 1)},
+    "jacobi": {"scales": (1, 2, 1), "order": "jacobi"},
 }
 
 
@@ -1037,6 +1041,41 @@ def test_gradients_are_those_of_300_unrolled_steps(options, request):
     assert (gradients[0][0] - gradients[1][0]).norm() > 1e-5 * gradients[0][0].norm()
 
 
+def test_second_derivatives_match_finite_differences():
+    model = tiny_model(channels=2, shape=(1, 2, 2))
+    model.stem = model.normalize = nn.Identity()
+    g, name = randn(1, 2, 2, 2, seed=4).requires_grad_(), "equilibrium.f.W.0.layer.weight"
+
+    def logits(g, weight):
+        return torch.func.functional_call(model, {name: weight}, (g,))
+
+    assert torch.autograd.gradgradcheck(logits, (g, model.get_parameter(name)), fast_mode=True)
+
+
+def test_models_are_copied_and_pickled_with_a_start_of_their_own():
+    model, images = model_of(), pictures()
+    logits = model(images)
+    logits.sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(images), logits)
+        with torch.no_grad():
+            twin.cell.W[0].layer.weight.neg_()
+        assert not torch.equal(twin(images), logits)
+        assert twin.equilibrium.initial.__self__ is twin.cell
+    assert torch.equal(model(images), logits)
+
+
+def test_weights_are_derived_once_for_a_forward_and_its_backward(monkeypatch):
+    model, made, derive = model_of(diversity=0.2, scales=(1, 2)), [], eq.SpectralNorm.derive
+    monkeypatch.setattr(eq.SpectralNorm, "derive", lambda self, size: made.append(id(self)) or derive(self, size))
+    images = pictures()
+    model(images).sum().backward()
+    assert sorted(made) == sorted(map(id, (*model.cell.W, *model.cell.U)))
+    before = model(images)
+    model.cell.W[1].layer.weight.data *= -1  # an edit that version counters do not see
+    assert not torch.allclose(model(images), before)
+
+
 def test_every_parameter_learns_and_the_loss_falls():
     model = model_of(full=False, scales=(1, 2), diversity=0.1, perturb="train", perturbation=0.01).train()
     model.equilibrium.tolerance, model.equilibrium.on_failure = eq.Tolerance(relative=1e-2, max_steps=15), "ignore"
@@ -1052,7 +1091,7 @@ def test_every_parameter_learns_and_the_loss_falls():
     assert losses[-1] < 0.95 * losses[0]
 
 
-# --- the perturbation enhanced strategy ---------------------------------------------------------------------------------
+# --- the perturbation enhanced strategy -----------------------------------------------------------------------------
 
 
 def test_when_branches_are_perturbed():
@@ -1140,7 +1179,7 @@ def test_a_perturbed_equilibrium_is_that_of_perturbed_inputs(order):
     close(z, alone, 1e-10)
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------------------------
 
 COUNTS = {  # name: (image, classes, parameters)
     "single-193k": ((3, 32, 32), 10, 192_714),
@@ -1210,7 +1249,7 @@ def test_models_have_names(name):
     assert model.eval()(torch.rand(2, 1, 8, 8)).shape == (2, 3)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 SIZE_NAMES = "reduced, single-193k, multi-0.48m"
 REFUSED = {
@@ -1290,7 +1329,7 @@ def test_refusals_of_branches():
         make(sizes=[])
     with pytest.raises(TypeError, match="ring is 'hard'; it must be a Ring"):
         make(ring="hard")
-    with pytest.raises(ValueError, match="bound is 0; it must be"):
+    with pytest.raises(ValueError, match="injection_bound is 0; it must be"):
         make(injection_bound=0)
     with pytest.raises(TypeError, match="Ring has no option 'lambda_'; .*options: heritage, diversity"):
         Ring(lambda_=0.1)

@@ -69,12 +69,13 @@ class Branches(nn.Module):
     ):
         super().__init__()
         self.channels, self.sizes, self.inputs = channels, tuple(sizes), tuple(inputs)
-        self.ring, self.bound = ring, bound
+        self.ring, self.bound, self.injection_bound = ring, bound, injection_bound
         self.kernel, self.injection_kernel = kernel, injection_kernel
         self.order, self.perturbation, self.perturb = order, perturbation, perturb
         require(self, "channels", at_least=1, whole=True)
         require(self, "ring", kind=Ring)
         require(self, "bound", above=0, below=1)
+        require(self, "injection_bound", above=0)
         require(self, "order", among=ORDERS)
         require(self, "perturbation", at_least=0)
         require(self, "perturb", among=MODES)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from equipoise.fixed_point import fixed_point
 from equipoise.models.branches import Branches
+from equipoise.models.modes import evaluating
 from equipoise.models.ring import Images
 from equipoise.stability import conv2d_norm_bound, spectral_radius
 from equipoise.tolerance import Tolerance
@@ -46,9 +47,14 @@ class Verification:
 def verification_of(model: Any, images: Tensor, relative: float | None = None) -> Verification:
     """Solve to the tolerance and look at the gradient of G; see :func:`gradient_at`."""
     layer, cell = model.equilibrium, model.cell
+    if cell.perturbed:
+        raise ValueError(
+            f"perturb is {cell.perturb!r}: perturbed branches are a stationary point of no one objective. Use "
+            "perturb='off', or model.eval() if it is 'train'."
+        )
     if relative is None:
         relative = 100 * torch.finfo(next(model.parameters()).dtype).eps
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
         inputs = cell.prepare(model.features(images))
         tolerance = Tolerance(relative=relative, max_steps=STEPS)
         solution = fixed_point(cell, cell.start, *inputs, solver=layer.solver, tolerance=tolerance)
@@ -81,7 +87,7 @@ def flat(images: Images) -> Tensor:
 
 @dataclass(frozen=True)
 class Contraction:
-    """How T converges. A theorem without diversity; with it, signs that change with z are in its way.
+    """How T converges. A theorem without diversity and perturbation, whose signs change with z.
 
     Attributes:
         norm: of the largest W_i, from above.
@@ -103,11 +109,11 @@ class Contraction:
             told = f"T is a contraction: every step leaves at most {self.factor:.3g} of the error"
         elif self.factor < 1:
             told = (
-                f"no contraction is proven: with the signs of D held fixed every step would leave at most "
-                f"{self.factor:.3g} of the error, but they move with z"
+                f"no contraction is proven: with all signs held fixed every step would leave at most {self.factor:.3g} "
+                "of the error, but they move with z"
             )
         else:
-            told = f"no contraction is proven: even with the signs of D held fixed the bound is {self.factor:.3g}"
+            told = f"no contraction is proven: even with all signs held fixed the bound is {self.factor:.3g}"
         measured = (
             "" if self.radius is None else f"\nspectral radius of T' at the equilibria, measured: {self.radius:.3g}"
         )
@@ -118,7 +124,7 @@ def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
     """Bounds in float64, of the convolutions on the grids at hand; the spectral radius at the images' equilibria."""
     cell: Branches = model.cell
     ring = cell.ring
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
         norms = [
             conv2d_norm_bound(W.weight(size).double(), size, iterations=12)  # type: ignore[operator]
             for W, size in zip(cell.W, cell.sizes, strict=True)
@@ -130,4 +136,4 @@ def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
             inputs = cell.prepare(model.features(images))
             z = model.equilibrium.solve(*inputs).value
             radius = float(spectral_radius(cell, z, *inputs).max())
-    return Contraction(norm, factor, ring.diversity == 0 and factor < 1, radius)
+    return Contraction(norm, factor, ring.diversity == 0 and not cell.perturbed and factor < 1, radius)

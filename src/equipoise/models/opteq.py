@@ -53,11 +53,12 @@ class Size:
     downsamplings: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.scales, tuple | list) and all(isinstance(s, int) and s >= 1 for s in self.scales)):
+        scales = self.scales
+        if not (isinstance(scales, tuple | list) and scales and all(isinstance(s, int) and s >= 1 for s in scales)):
             raise ValueError(
-                f"scales is {self.scales!r}; it must be a list of whole numbers of at least 1, one for each branch."
+                f"scales is {scales!r}; it must be a list of whole numbers of at least 1, one for each branch."
             )
-        object.__setattr__(self, "scales", tuple(self.scales))
+        object.__setattr__(self, "scales", tuple(scales))
         require(self, "channels", at_least=1, whole=True)
         require(self, "stem", at_least=1, whole=True)
         require(self, "downsamplings", at_least=0, at_most=self.stem, whole=True)
@@ -115,6 +116,8 @@ class BranchModel(nn.Module, ABC):
             **options,
         )
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
+        # z is small: W shrinks it twice, and an average over the image more. Without this a head hardly learns.
+        self.norm = nn.BatchNorm1d(self.read_channels, affine=False)
         self.head = nn.Linear(self.read_channels, classes)
 
     @property
@@ -143,8 +146,8 @@ class BranchModel(nn.Module, ABC):
             return self.equilibrium(*self.cell.prepare(g))
 
     def read(self, z: Images) -> Tensor:
-        """Logits, from z on: the branches' averages over the image, weighed."""
-        return self.head(torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1))
+        """Logits, from z on: the branches' averages over the image, normalised and weighed."""
+        return self.head(self.norm(torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)))
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
         """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.

@@ -100,10 +100,11 @@ class DescentSolver(Solver):
 
     def first(self, hidden: Hidden, z: Tensor) -> tuple[Tensor, Tensor]:
         """The y to begin with, and its z. Of a start other than zero W^-T z is not known: its first step is taken."""
-        if not bool(z.any()):
+        known = (z == 0).all(dim=1, keepdim=True)
+        if bool(known.all()):
             return torch.zeros_like(z), z
-        y = hidden.response(hidden.preactivation(z))
-        return y, hidden.lower(y)
+        y = torch.where(known, 0.0, hidden.response(hidden.preactivation(z)))
+        return y, torch.where(known, z, hidden.lower(y))
 
 
 def rounding(objective: Tensor) -> Tensor:
@@ -147,12 +148,15 @@ class ProximalGradient(DescentSolver):
         y, z, objective = trial()
         for _ in range(HALVINGS):
             enough = state.objective - SUFFICIENT * length * slope + rounding(state.objective)
-            high = ~(objective <= enough)  # NaN is high
+            high = ~(objective <= enough) & torch.isfinite(slope)  # NaN is high; where f itself is none, let it be
             if not bool(high.any()):
                 break
             length = torch.where(high, length / 2, length)
             y, z, objective = trial()
         image, pre = self.at(hidden, z)
+        # Where G has no more digits to tell, a way that turns round tells that the step was too long.
+        turned = ((target - state.y) * (hidden.response(pre) - y)).sum(dim=1) < -slope / 2
+        length = torch.where(turned, length / 2, length)
         return LineSearchState(z, image, y, pre, objective, length)
 
 
@@ -203,8 +207,9 @@ class FISTA(DescentSolver):
         # Momentum that points uphill is dropped too, before G tells (O'Donoghue and Candes, section 3.2).
         uphill = ((state.y - new) * (new - state.last)).sum(dim=1) > 0
         turned = ((new - state.last) * (state.y - state.last)).sum(dim=1) < 0
-        too_long = (rises & (state.momentum == 1)) | (turned & (state.momentum < EARLY))
-        before = torch.where(rises | uphill, 1.0, state.momentum)
+        flat = (objective - state.objective).abs() <= rounding(state.objective)  # G has no more digits to tell
+        too_long = (rises & (state.momentum == 1)) | (turned & (flat | (state.momentum < EARLY)))
+        before = torch.where(rises | uphill | (turned & flat), 1.0, state.momentum)
         after = torch.where(rises, 1.0, (1 + (1 + 4 * before.square()).sqrt()) / 2)
         share = ((before - 1) / after)[:, None]
         back = rises[:, None]

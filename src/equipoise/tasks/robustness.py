@@ -7,8 +7,7 @@ resistant to adversarial attacks" (2018).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.fixed_point import watch_solves
+from equipoise.models.modes import evaluating
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
@@ -168,18 +168,6 @@ def import_foolbox() -> Any:
             "the attack 'foolbox' needs the package foolbox: pip install 'equipoise[attacks]'."
         ) from error
     return foolbox
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while; every part of it then goes back to its own mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class Robustness(Classification):
