@@ -198,9 +198,10 @@ def per_sample(tree: Any) -> Tensor:
 
 
 def true_residual(f: Callable[..., Any], z: Any, *inputs: Any) -> Tensor:
-    """||f(z) - z|| / ||f(z)|| per sample, over all leaves together."""
+    """||f(z) - z|| / ||f(z)|| per sample, over all leaves together; 0 where both are 0."""
     image = per_sample(f(z, *inputs))
-    return (image - per_sample(z)).norm(dim=1) / image.norm(dim=1)
+    gap = (image - per_sample(z)).norm(dim=1)
+    return torch.where(gap == 0, 0.0, gap / image.norm(dim=1))
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -246,7 +246,7 @@ def test_figure_3a_has_the_accuracies_of_perturbed_features(work, draw):
 
     def right(g, wanted):
         (z,) = solved(model, g)
-        return (model.head(z.mean(dim=(2, 3))).argmax(1) == wanted).sum().item()
+        return (model.head(model.norm(z.mean(dim=(2, 3)))).argmax(1) == wanted).sum().item()
 
     counts = {"reconstructed": torch.zeros(1, 3), "bernoulli": torch.zeros(2, 3), "uniform": torch.zeros(2, 3)}
     clean = 0
@@ -332,7 +332,7 @@ def test_the_attack_goes_by_the_gradient_of_the_equilibrium(work, monkeypatch):
 def test_figure_3c_has_the_gammas_in_order(work, draw):
     numbers = draw(AUGMENTED, "mopteq", "augmented-default", "augmented-none", "augmented-some")
     names = ("augmented-none", "augmented-some", "augmented-default")
-    assert [run["gamma"] for run in numbers["augmented"]] == [0, 1e-6, 1e-3]
+    assert [run["gamma"] for run in numbers["augmented"]] == [0, 1e-6, 1e-5]
     assert numbers["coupled"]["gamma"] is None
     images, labels = forty()
     for run, name in zip([numbers["coupled"], *numbers["augmented"]], ("mopteq", *names), strict=True):

@@ -98,7 +98,8 @@ class Branches(nn.Module):
     @property
     def refuses_descent(self) -> str | None:
         """Why solvers that go downhill on G cannot solve this T; None if they can."""
-        if self.order != "jacobi":
+        coupled = len(self.sizes) > 1 and (self.ring.heritage or self.ring.diversity > 0)
+        if self.order != "jacobi" and coupled:  # else both orders are the same T
             return f"order is {self.order!r}; a step on the objective moves all branches at once: order='jacobi'."
         if self.perturbed:
             return f"perturb is {self.perturb!r}; perturbed branches do not minimise one objective: perturb='off'."
@@ -107,7 +108,7 @@ class Branches(nn.Module):
     # What a solve is given
 
     def prepare(self, g: Tensor) -> tuple[Any, ...]:
-        """The inputs of a solve: x, and where the sign is smoothed t, by the first iterate T(0)."""
+        """The inputs of a solve: x, and where the sign is smoothed t, by W^T s(x), T(0) but for the order."""
         if tuple(g.shape[1:]) != self.inputs:
             raise ValueError(
                 f"g has shape {tuple(g.shape[1:])}; this model was made for {self.inputs}: its branches have fixed "

@@ -47,23 +47,30 @@ class Verification:
 def verification_of(model: Any, images: Tensor, relative: float | None = None) -> Verification:
     """Solve to the tolerance and look at the gradient of G; see :func:`gradient_at`."""
     layer, cell = model.equilibrium, model.cell
-    if cell.perturbed:
-        raise ValueError(
-            f"perturb is {cell.perturb!r}: perturbed branches are a stationary point of no one objective. Use "
-            "perturb='off', or model.eval() if it is 'train'."
-        )
+    refuse_perturbed(cell)
     if relative is None:
         relative = 100 * torch.finfo(next(model.parameters()).dtype).eps
     with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
         inputs = cell.prepare(model.features(images))
         tolerance = Tolerance(relative=relative, max_steps=STEPS)
-        solution = fixed_point(cell, cell.start, *inputs, solver=layer.solver, tolerance=tolerance)
+        solution = fixed_point(
+            cell, cell.start, *inputs, solver=layer.solver, tolerance=tolerance, on_failure=layer.on_failure
+        )
         z: Images = solution.value
         y = cell.lift(z, *inputs)
         gradient, part = gradient_at(cell, z, y, *inputs[1:])
         lengths = [torch.linalg.vector_norm(flat(images), dim=1) for images in (gradient, part)]
         scale = torch.where(lengths[1] == 0, 1.0, lengths[1])
         return Verification(solution.stats.residual, cell.objective(y, *inputs), lengths[0] / scale)
+
+
+def refuse_perturbed(cell: Branches) -> None:
+    """Each branch sees a g of its own then."""
+    if cell.perturbed:
+        raise ValueError(
+            f"perturb is {cell.perturb!r}: perturbed branches are a stationary point of no one objective. Use "
+            "perturb='off', or model.eval() if it is 'train'."
+        )
 
 
 def gradient_at(cell: Branches, z: Images, y: Images, t: Tensor | None = None) -> tuple[Images, Images]:
@@ -73,8 +80,8 @@ def gradient_at(cell: Branches, z: Images, y: Images, t: Tensor | None = None) -
     (a - y) - x + y = W h(z) in y, which is h(z) in W^T y: no inverse is needed, nor a derivative of f where it has
     none. The coupling is differentiated by autograd, so that h is put to the test.
     """
+    lowered = tuple(part.detach().requires_grad_() for part in cell.lower(y))
     with torch.enable_grad():
-        lowered = tuple(part.detach().requires_grad_() for part in cell.lower(y))
         coupling = cell.ring.coupling(lowered, t).sum()
         pulls = torch.autograd.grad(coupling, lowered)
     h = tuple(cell.ring.h(z, t))
@@ -95,8 +102,8 @@ class Contraction:
             are; in the largest of the branches' 2-norms.
         proven: whether the factor is a bound of T itself, and below 1. Then every image has one equilibrium, and plain
             iteration finds it.
-        radius: the largest spectral radius of T' at the equilibria of the images that were given: measured, near below
-            1 plain iteration converges there. None if nothing was measured.
+        radius: the largest spectral radius of T' at the equilibria of the images that were given: measured; below 1,
+            plain iteration converges near there. None if nothing was measured.
     """
 
     norm: float

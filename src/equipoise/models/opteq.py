@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.branches import Branches
-from equipoise.models.hidden import Contraction, Verification, contraction_of, verification_of
+from equipoise.models.hidden import Contraction, Verification, contraction_of, refuse_perturbed, verification_of
 from equipoise.models.normalize import Normalize
 from equipoise.models.ring import Images, Ring
 from equipoise.registry import unknown
@@ -156,6 +156,7 @@ class BranchModel(nn.Module, ABC):
             >>> z = model.branches(model.features(images))
             >>> model.objective(z, images)
         """
+        refuse_perturbed(self.cell)
         inputs = self.cell.prepare(self.features(images))
         return self.cell.objective(self.cell.lift(z, *inputs), *inputs)
 
