@@ -145,7 +145,7 @@ def carry(z: Tensor, size: Sequence[int]) -> Tensor:
     if old == new:
         return z
     if all(n <= o for n, o in zip(new, old, strict=True)):
-        return F.adaptive_avg_pool2d(z, [*new])
+        return F.adaptive_avg_pool2d(z, (new[0], new[1]))
     if not all(n >= o for n, o in zip(new, old, strict=True)):
         raise ValueError(f"images of {old} cannot be carried to {new}: one side grows and the other shrinks.")
     if all(n % o == 0 for n, o in zip(new, old, strict=True)):
