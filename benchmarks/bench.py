@@ -201,6 +201,13 @@ def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
     return peak, probe.calls + probe.products
 
 
+def seconds(run: Callable[[], object]) -> float:
+    """How long it takes, once."""
+    began = perf_counter()
+    run()
+    return perf_counter() - began
+
+
 def peak_of(run: Callable[[], object]) -> int:
     """The most bytes held while something runs, beyond what was there before.
 

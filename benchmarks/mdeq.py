@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import torch
 import torchdeq
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from bench import peak_of
+from bench import peak_of, seconds
 from equipoise.lab.machine import keep_freed_memory
 from equipoise.scope import Scope
 from equipoise.tolerance import row_norms
@@ -117,12 +115,6 @@ def contenders(size: str, run: Path | None, forward: int, backward: int) -> list
         TorchDEQ(copy.deepcopy(model), forward, backward, channels_last=False),
         TorchDEQ(copy.deepcopy(model), forward, backward, channels_last=True),
     ]
-
-
-def seconds(run: Callable[[], None]) -> float:
-    began = perf_counter()
-    run()
-    return perf_counter() - began
 
 
 def main() -> None:

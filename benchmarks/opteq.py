@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from bench import peak_of
+from bench import peak_of, seconds
 from equipoise.gradients import GradientRule
 from equipoise.lab.machine import keep_freed_memory
 from tables import Row, show
@@ -79,12 +77,6 @@ def players(images: str) -> list[Player]:
         model.equilibrium.gradient = rule  # type: ignore[union-attr]
         found.append(Player(f"MOptEq, {name}", model))
     return found
-
-
-def seconds(run: Callable[[], None]) -> float:
-    began = perf_counter()
-    run()
-    return perf_counter() - began
 
 
 def main() -> None:

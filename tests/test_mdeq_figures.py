@@ -1,7 +1,5 @@
 """Figures 6 and 7 of the MDEQ paper, drawn by the command line from small models; their numbers against hand loops."""
 
-import json
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from equipoise.lab.looking import open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import FigureSpec, Recipe, open_recipe
 from equipoise.lab.runs import open_run
+from figure_helpers import drawn_figure, figure_file
 
 RECIPE = """
 title = "A small MDEQ, {name}"
@@ -75,21 +74,7 @@ def work(tmp_path_factory):
 @pytest.fixture
 def draw(work, tmp_path):
     """Draw a figure by the command line; returns the numbers beside the picture."""
-
-    def drawn(text, *runs):
-        mine, out = figure_file(tmp_path, text, runs), tmp_path / "figure.png"
-        given = [word for run in runs for word in ("--run", str(work / f"{run}-001"))]
-        assert main(["figure", str(mine), "--out", str(out), "--threads", "1", *given]) == 0
-        assert out.read_bytes().startswith(b"\x89PNG")
-        return json.loads(out.with_suffix(".json").read_text())
-
-    return drawn
-
-
-def figure_file(folder, text, runs):
-    file = folder / "mine.toml"
-    file.write_text(f'title = "A figure"\nrecipes = {json.dumps([f"{run}.toml" for run in runs])}\n{text}\n')
-    return file
+    return lambda text, *runs: drawn_figure(tmp_path, text, runs, [work / f"{run}-001" for run in runs])
 
 
 # By hand

@@ -18,6 +18,7 @@ from equipoise.lab.recipes import FigureSpec, Recipe, open_recipe
 from equipoise.lab.reproduce import FIGURE_FACTS, FIGURES
 from equipoise.lab.runs import open_run
 from equipoise.registry import check_options
+from figure_helpers import drawn_figure, figure_file
 
 RECIPE = """
 title = "A small {model}"
@@ -127,21 +128,7 @@ def folder_of(work, name):
 @pytest.fixture
 def draw(work, tmp_path):
     """Draw a figure by the command line; returns the numbers beside the picture."""
-
-    def drawn(text, *runs):
-        mine, out = figure_file(tmp_path, text, runs), tmp_path / "figure.png"
-        given = [word for run in runs for word in ("--run", str(folder_of(work, run)))]
-        assert main(["figure", str(mine), "--out", str(out), "--threads", "1", *given]) == 0
-        assert out.read_bytes().startswith(b"\x89PNG")
-        return json.loads(out.with_suffix(".json").read_text())
-
-    return drawn
-
-
-def figure_file(folder, text, runs):
-    file = folder / "mine.toml"
-    file.write_text(f'title = "A figure"\nrecipes = {json.dumps([f"{run}.toml" for run in runs])}\n{text}\n')
-    return file
+    return lambda text, *runs: drawn_figure(tmp_path, text, runs, [folder_of(work, run) for run in runs])
 
 
 # By hand

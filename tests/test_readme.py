@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import equipoise as eq
+from equipoise.lab.data import MissingData, load
 from equipoise.models.opteq import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,30 @@ def test_the_table_of_results_says_what_the_runs_say(path):
         f"| {result['seconds'] / 60:.0f} min |",
     ):
         assert said in row
+
+
+def test_the_accuracies_of_every_epoch_are_those_of_the_log():
+    log = (ROOT / "results" / "mondeq" / "cifar10-conv.log.jsonl").read_text().splitlines()
+    epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
+    said = (ROOT / "results" / "README.md").read_text()
+    assert f"| accuracy | {' | '.join(format(epoch['test']['accuracy'], '.2%') for epoch in epochs)} |" in said
+    assert f"| minutes | {' | '.join(format(epoch['seconds'] / 60, '.0f') for epoch in epochs)} |" in said
+
+
+def test_the_commonest_class_of_camvid_is_worth_what_is_told():
+    try:
+        data = load("camvid", folders=[ROOT.parent / "shared" / "data"], validation=0)
+    except MissingData as missing:
+        pytest.skip(str(missing))
+    classes = len(data.class_names)
+    masks = [split.read(torch.arange(len(split)))[1].flatten().long() for split in (data.train, data.test)]
+    train, test = (torch.bincount(mask[mask < classes], minlength=classes).double() for mask in masks)
+    share = (test[train.argmax()] / test.sum()).item()
+    said = " ".join((ROOT / "results" / "README.md").read_text().split())
+    told = (
+        f"{data.class_names[train.argmax()]}, gives a mean IoU of {share / classes:.2%} and {share:.2%} of the pixels"
+    )
+    assert told in said
 
 
 def score(test):

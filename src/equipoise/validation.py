@@ -56,6 +56,12 @@ def require(
         raise ValueError(f"{where} is {value!r}; it must be {allowed}.")
 
 
+def require_classes(classes: int) -> None:
+    """Raise unless a classifier has something to tell apart."""
+    if classes < 2:
+        raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+
+
 @dataclass_transform(frozen_default=True)
 def options(cls: type) -> type:
     """A frozen dataclass that answers an unknown option with the nearest name it has, and shows what is not default."""

@@ -400,6 +400,11 @@ def write_beside(path: Path | None, numbers: dict[str, Any]) -> None:
         write_json(path.with_suffix(".json"), numbers)
 
 
+def reached(residuals: Sequence[float], level: float) -> int | None:
+    """Evaluations until the residual is at most the level; None if it never is."""
+    return next((count for count, residual in enumerate(residuals, 1) if residual <= level), None)
+
+
 def page(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
     """An empty figure and its panels, row by row."""
     from matplotlib.figure import Figure

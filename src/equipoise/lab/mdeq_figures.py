@@ -29,6 +29,7 @@ from equipoise.lab.figures import (
     heights,
     page,
     plain,
+    reached,
     under,
     whole_numbers,
     write_beside,
@@ -254,11 +255,6 @@ def numbers_of(curves: Curves) -> dict[str, Any]:
         "summary": {name: {f"{level:g}": reached(mean, level) for level in LEVELS} for name, mean in means.items()},
         "curves": {name: {"mean": means[name], "std": curve.std(dim=0).tolist()} for name, curve in curves.items()},
     }
-
-
-def reached(residuals: Sequence[float], level: float) -> int | None:
-    """Evaluations until the residual is at most the level; None if it never is."""
-    return next((count for count, residual in enumerate(residuals, 1) if residual <= level), None)
 
 
 def draw(axis: Axes, curves: Mapping[str, Any], summary: Mapping[str, Any], looks: Sequence[Look]) -> None:

@@ -34,6 +34,7 @@ from equipoise.lab.figures import (
     heights,
     page,
     plain,
+    reached,
     tidy,
     traced,
     under,
@@ -613,11 +614,6 @@ def residuals(cell: Branches, features: Sequence[Tensor], solver: Solver, evalua
         "low": low,
         "high": high,
     }
-
-
-def reached(residuals: Sequence[float], level: float) -> int | None:
-    """Evaluations until the residual is at most the level; None if it never is."""
-    return next((count for count, residual in enumerate(residuals, 1) if residual <= level), None)
 
 
 def count(logits: Tensor, labels: Tensor) -> int:

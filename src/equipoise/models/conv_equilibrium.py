@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.normalize import Normalize
 from equipoise.stability import SpectralNorm
+from equipoise.validation import require_classes
 
 
 class Cell(nn.Module):
@@ -51,8 +52,7 @@ class ConvEquilibrium(nn.Module):
         pool: int = 4,
     ):
         super().__init__()
-        if classes < 2:
-            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+        require_classes(classes)
         self.stem = nn.Sequential(
             Normalize(mean, std),
             nn.Conv2d(shape[0], channels, 3, stride=stride, padding=1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +20,13 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.layout import is_channels_last
 from equipoise.models.mdeq_heads import ClassificationHead, SegmentationHead
 from equipoise.models.normalize import Normalize
+from equipoise.models.sizes import sized
+from equipoise.models.stem import stem
 from equipoise.problem import autocast_state
-from equipoise.registry import unknown
 from equipoise.solvers import Broyden
 from equipoise.stability import VariationalDropout, WeightNorm
 from equipoise.tolerance import Tolerance
-from equipoise.validation import require
+from equipoise.validation import require, require_classes
 
 ACTIVATIONS = ("relu", "softplus")
 HEADS = ("classification", "segmentation")
@@ -314,8 +315,6 @@ class MDEQ(nn.Module):
         weight_norm: bool = True,
     ):
         super().__init__()
-        if size not in SIZES:
-            raise ValueError(unknown("size of MDEQ", str(size), SIZES))
         for name, value, allowed in (
             ("head", head, HEADS),
             ("activation", activation, ACTIVATIONS),
@@ -327,23 +326,24 @@ class MDEQ(nn.Module):
             if not (head_channels is None and final_channels is None):
                 raise ValueError("head_channels and final_channels are those of a classification head: leave them out.")
             head_channels, final_channels = (), 0
-        if classes < 2:
-            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
-        given: dict[str, Any] = {
-            "channels": channels,
-            "head_channels": head_channels,
-            "final_channels": final_channels,
-            "groups": groups,
-            "expansion": expansion,
-            "dropout": dropout,
-            "downsamplings": downsamplings,
-            "post_affine": post_affine,
-            "big_kernels": big_kernels,
-            "blocks": blocks,
-        }
-        self.size = replace(SIZES[size], **{name: value for name, value in given.items() if value is not None})
+        require_classes(classes)
+        self.size = sized(
+            SIZES,
+            size,
+            "MDEQ",
+            channels=channels,
+            head_channels=head_channels,
+            final_channels=final_channels,
+            groups=groups,
+            expansion=expansion,
+            dropout=dropout,
+            downsamplings=downsamplings,
+            post_affine=post_affine,
+            big_kernels=big_kernels,
+            blocks=blocks,
+        )
         self.normalize = Normalize(mean, std)
-        self.stem = stem(shape[0], self.size)
+        self.stem = stem(shape[0], self.size.channels[0], max(2, self.size.downsamplings), self.size.downsamplings)
         self.inject = injection(self.size)
         cell = MultiscaleCell(self.size, activation, weight_norm)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Broyden(memory=12), tolerance=TOLERANCE)
@@ -390,16 +390,6 @@ class MDEQ(nn.Module):
             return logits
         height, width = (-(-n // 2**self.size.downsamplings) for n in images.shape[2:])
         return logits[:, :, :height, :width]
-
-
-def stem(inputs: int, size: Size) -> nn.Sequential:
-    """Two 3x3 convolutions with BatchNorm and ReLU or more, the first ``downsamplings`` of them of stride 2."""
-    layers: list[nn.Module] = []
-    for i in range(max(2, size.downsamplings)):
-        stride = 2 if i < size.downsamplings else 1
-        conv = nn.Conv2d(size.channels[0] if i else inputs, size.channels[0], 3, stride=stride, padding=1, bias=False)
-        layers += [conv, nn.BatchNorm2d(size.channels[0]), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
 
 
 def injection(size: Size) -> nn.Sequential:

@@ -21,6 +21,7 @@ from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTie
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.solvers import PeacemanRachford
 from equipoise.tolerance import Tolerance
+from equipoise.validation import require_classes
 
 KINDS = ("dense", "conv", "multitier")
 TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
@@ -58,8 +59,7 @@ class MonDEQ(nn.Module):
         pool: int = 4,
     ):
         super().__init__()
-        if classes < 2:
-            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
+        require_classes(classes)
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
         if (kind == "multitier") == isinstance(channels, int):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.branches import Branches
-from equipoise.models.hidden import Contraction, Verification, contraction_of, refuse_perturbed, verification_of
+from equipoise.models.contraction import Contraction, contraction_of
+from equipoise.models.hidden import Verification, refuse_perturbed, verification_of
 from equipoise.models.normalize import Normalize
 from equipoise.models.ring import Images, Ring
-from equipoise.registry import unknown
+from equipoise.models.sizes import sized
+from equipoise.models.stem import stem
 from equipoise.scope import Scope
 from equipoise.solvers import Anderson
 from equipoise.tolerance import Tolerance
-from equipoise.validation import require
+from equipoise.validation import require, require_classes
 
 TOLERANCE = Tolerance(relative=1e-3, max_steps=60)
 FUSIONS = ("none", "sum", "conv")
@@ -79,7 +81,7 @@ SIZES = {  # by the paper's counts of parameters; "reduced" is for two cores
 
 
 class BranchModel(nn.Module, ABC):
-    """Stem g, branches at equilibrium, head: images in [0, 1] to logits."""
+    """Stem g, branches at equilibrium, head: images in [0, 1] to logits. ``options`` are those of :class:`Branches`."""
 
     def __init__(
         self,
@@ -87,32 +89,25 @@ class BranchModel(nn.Module, ABC):
         classes: int,
         mean: Sequence[float],
         std: Sequence[float],
-        size: str,
-        numbers: dict[str, Any],
+        size: Size,
         ring: Ring,
-        options: dict[str, Any],
+        **options: Any,
     ):
         super().__init__()
-        if classes < 2:
-            raise ValueError(f"classes is {classes}; a classifier needs at least 2 (does the data set have labels?).")
-        if size not in SIZES:
-            raise ValueError(unknown("size of OptEq", str(size), SIZES))
-        self.size = replace(SIZES[size], **{name: value for name, value in numbers.items() if value is not None})
-        grid = tuple(-(-n // 2**self.size.downsamplings) for n in shape[1:])
-        for scale in self.size.scales:
-            if min(grid) < scale:
-                raise ValueError(
-                    f"scales is {self.size.scales}, and g has {grid[0]} x {grid[1]} pixels: a branch needs one."
-                )
+        require_classes(classes)
+        self.size = size
+        grid = tuple(-(-n // 2**size.downsamplings) for n in shape[1:])
+        if min(grid) < max(size.scales):
+            raise ValueError(f"scales is {size.scales}, and g has {grid[0]} x {grid[1]} pixels: a branch needs one.")
         self.normalize = Normalize(mean, std)
-        self.stem = stem(shape[0], self.size)
+        self.stem = stem(shape[0], size.channels, size.stem, size.downsamplings)
         cell = Branches(
-            self.size.channels,
-            [(grid[0] // scale, grid[1] // scale) for scale in self.size.scales],
-            (self.size.channels, *grid),
+            size.channels,
+            [(grid[0] // scale, grid[1] // scale) for scale in size.scales],
+            (size.channels, *grid),
             ring,
-            kernel=self.size.kernel,
-            injection_kernel=self.size.injection_kernel,
+            kernel=size.kernel,
+            injection_kernel=size.injection_kernel,
             **options,
         )
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
@@ -213,16 +208,19 @@ class OptEq(BranchModel):
         activation: Any = "relu",
         order: str = "gauss-seidel",
     ):
-        numbers = {
-            "channels": channels,
-            "scales": (1,),
-            "kernel": kernel,
-            "injection_kernel": injection_kernel,
-            "stem": stem,
-            "downsamplings": downsamplings,
-        }
-        options = {"bound": bound, "activation": activation, "order": order}
-        super().__init__(shape, classes, mean, std, size, numbers, Ring(heritage=False), options)
+        chosen = sized(
+            SIZES,
+            size,
+            "OptEq",
+            channels=channels,
+            scales=(1,),
+            kernel=kernel,
+            injection_kernel=injection_kernel,
+            stem=stem,
+            downsamplings=downsamplings,
+        )
+        ring = Ring(heritage=False)
+        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation, order=order)
 
 
 class POptEq(BranchModel):
@@ -259,16 +257,19 @@ class POptEq(BranchModel):
         if fusion not in FUSIONS:
             raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
         self.fusion = fusion
-        numbers = {
-            "channels": channels,
-            "scales": scales,
-            "kernel": kernel,
-            "injection_kernel": injection_kernel,
-            "stem": stem,
-            "downsamplings": downsamplings,
-        }
-        options = {"bound": bound, "activation": activation, "order": order}
-        super().__init__(shape, classes, mean, std, size, numbers, Ring(heritage=False), options)
+        chosen = sized(
+            SIZES,
+            size,
+            "OptEq",
+            channels=channels,
+            scales=scales,
+            kernel=kernel,
+            injection_kernel=injection_kernel,
+            stem=stem,
+            downsamplings=downsamplings,
+        )
+        ring = Ring(heritage=False)
+        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation, order=order)
         if fusion != "none" and len(set(self.size.scales)) > 1:
             raise ValueError(
                 f"fusion is {fusion!r}, and the branches differ in size (scales {self.size.scales}): use 'none'."
@@ -324,30 +325,28 @@ class MOptEq(BranchModel):
         perturbation: float = 0.1,
         perturb: str = "off",
     ):
-        numbers = {
-            "channels": channels,
-            "scales": scales,
-            "kernel": kernel,
-            "injection_kernel": injection_kernel,
-            "stem": stem,
-            "downsamplings": downsamplings,
-        }
+        chosen = sized(
+            SIZES,
+            size,
+            "OptEq",
+            channels=channels,
+            scales=scales,
+            kernel=kernel,
+            injection_kernel=injection_kernel,
+            stem=stem,
+            downsamplings=downsamplings,
+        )
         ring = Ring(heritage=heritage, diversity=diversity, sign=sign, smoothing=smoothing)
-        options = {
-            "bound": bound,
-            "activation": activation,
-            "order": order,
-            "perturbation": perturbation,
-            "perturb": perturb,
-        }
-        super().__init__(shape, classes, mean, std, size, numbers, ring, options)
-
-
-def stem(inputs: int, size: Size) -> nn.Sequential:
-    """g: 3x3 convolutions with BatchNorm and ReLU, the first ``downsamplings`` of them of stride 2."""
-    layers: list[nn.Module] = []
-    for i in range(size.stem):
-        stride = 2 if i < size.downsamplings else 1
-        conv = nn.Conv2d(size.channels if i else inputs, size.channels, 3, stride=stride, padding=1, bias=False)
-        layers += [conv, nn.BatchNorm2d(size.channels), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
+        super().__init__(
+            shape,
+            classes,
+            mean,
+            std,
+            chosen,
+            ring,
+            bound=bound,
+            activation=activation,
+            order=order,
+            perturbation=perturbation,
+            perturb=perturb,
+        )

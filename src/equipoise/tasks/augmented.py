@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.models.branches import Branches
@@ -60,8 +59,5 @@ class AugmentedClassification(Classification):
         finally:
             hook.remove()
         (z,) = found
-        loss = functional.cross_entropy(
-            logits.float() if logits.dtype.itemsize < 4 else logits, labels, label_smoothing=self.label_smoothing
-        )
         gain = heritage(z) - self.diversity * Ring().total_diversity(z)
-        return loss - self.gamma * gain.mean(), self.sums(logits.detach(), labels)
+        return self.cross_entropy(logits, labels) - self.gamma * gain.mean(), self.sums(logits.detach(), labels)

@@ -65,10 +65,12 @@ class Classification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         images, labels = batch
         logits = model(images)
-        loss = functional.cross_entropy(
-            logits.float() if logits.dtype.itemsize < 4 else logits, labels, label_smoothing=self.label_smoothing
-        )
-        return loss, self.sums(logits.detach(), labels)
+        return self.cross_entropy(logits, labels), self.sums(logits.detach(), labels)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Of a training batch, in single precision at least."""
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch
