@@ -58,6 +58,11 @@ def test_every_command_has_help_with_an_example(path, capsys):
     assert first[: len(path)] == list(path)
 
 
+def test_commands_that_read_no_data_set_ask_for_none(capsys):
+    for command in ("predict", "segment"):
+        assert "there is no argument '--data'" in fails(capsys, command, "runs/x", "image.png", "--data", "here")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A small finished run."""

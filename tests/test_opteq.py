@@ -573,6 +573,18 @@ def test_what_popteq_reads(fusion):
     close([model.read(z)], [weighed(model, read)])
 
 
+def test_a_single_image_is_read_by_what_was_seen_before_it():
+    model, z = model_of(), features([(8, 8)] * 3)
+    one = tuple(part[:1] for part in z)
+    expected, known = model.read(one), model.norm.running_mean.clone()
+    model.train()
+    close([model.read(one)], [expected])
+    assert model.norm.running_mean.equal(known)
+    model(pictures(1)).sum().backward()
+    model.read(z)
+    assert not model.norm.running_mean.equal(known)
+
+
 @pytest.mark.parametrize("scales", [(1, 2, 4), (1, 2, 3)], ids=str)
 def test_images_of_any_shape_and_memory_order(scales):
     """Also where the ratio of two branches is not whole."""

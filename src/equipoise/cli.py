@@ -85,7 +85,7 @@ def parser() -> Parser:
             help="where the run's folder is made (default: runs)",
         )
 
-    def machine_arguments(made: Parser) -> None:
+    def data_argument(made: Parser) -> None:
         made.add_argument(
             "--data",
             type=Path,
@@ -94,6 +94,10 @@ def parser() -> Parser:
             metavar="DIR",
             help="look for data here first; may be given several times",
         )
+
+    def machine_arguments(made: Parser, data: bool = True) -> None:
+        if data:
+            data_argument(made)
         made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
         made.add_argument("--threads", type=int, help="threads of torch on the CPU")
 
@@ -140,7 +144,7 @@ def parser() -> Parser:
     made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
     made.add_argument("--weights", choices=("best", "last"), default="best")
     made.add_argument("--json", action="store_true", help="print one line of JSON per image")
-    machine_arguments(made)
+    machine_arguments(made, data=False)
 
     made = command(
         "segment",
@@ -166,7 +170,7 @@ def parser() -> Parser:
         help="go over an image in overlapping windows of this size (default: as in the run's evaluation)",
     )
     made.add_argument("--weights", choices=("best", "last"), default="best")
-    machine_arguments(made)
+    machine_arguments(made, data=False)
 
     made = command(
         "report",
@@ -221,7 +225,7 @@ def parser() -> Parser:
     data = command("data", lambda _: None, "List, get and check data sets.", "equipoise data get mnist")
     actions = data.add_subparsers(metavar="ACTION", dest="action", required=True, parser_class=Parser)
     made = command("list", data_list, "List data sets and where they were found.", "equipoise data list", actions)
-    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+    data_argument(made)
     made = command("get", data_get, "Download a data set, check it, unpack it.", "equipoise data get mnist", actions)
     made.add_argument("name", metavar="NAME")
     made.add_argument("--to", type=Path, metavar="DIR", help="where to keep it (default: the cache folder)")
@@ -233,10 +237,10 @@ def parser() -> Parser:
         actions,
     )
     made.add_argument("name", metavar="NAME", nargs="?", help="default: every set that is found")
-    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+    data_argument(made)
 
     made = command("doctor", doctor, "Check installation, devices, data and a short solve.", "equipoise doctor")
-    made.add_argument("--data", type=Path, action="append", default=[], metavar="DIR")
+    data_argument(made)
     return top
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.branches import Branches
@@ -142,7 +143,10 @@ class BranchModel(nn.Module, ABC):
 
     def read(self, z: Images) -> Tensor:
         """Logits, from z on: the branches' averages over the image, normalised and weighed."""
-        return self.head(self.norm(torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)))
+        averages = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
+        if self.training and len(averages) == 1:  # a single image has no variance: by what was seen before it
+            return self.head(F.batch_norm(averages, self.norm.running_mean, self.norm.running_var))
+        return self.head(self.norm(averages))
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
         """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.
