@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -342,6 +342,8 @@ def assert_bounded(cell):
 
 
 @settings(max_examples=15)
+@example(0, 160.0, 3, 0.9)  # squares overflow
+@example(0, -160.0, 3, 0.9)  # squares vanish
 @given(st.integers(0, 10**6), st.floats(-2, 2), st.sampled_from([1, 3, 5]), st.sampled_from([0.3, 0.9, 0.999]))
 def test_norms_are_bounded_whatever_the_weights(seed, exponent, kernel, bound):
     cell = Branches(4, [(5, 4), (2, 2)], (4, 5, 4), Ring(), kernel=kernel, injection_kernel=kernel, bound=bound)
@@ -680,6 +682,22 @@ def test_upsampling_that_is_not_the_adjoint_belongs_to_another_objective(monkeyp
     monkeypatch.setattr(ring_module, "carry", repeated)
     relative, _, _ = stationarity(cell, randn(2, 3, 8, 8, seed=5), ACTIVATIONS["tanh"][1])
     assert relative > 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_signs_are_those_of_single_precision_under_autocast(scale):
+    ring, z = Ring(diversity=0.1), [scale * randn(2, 4, 8, 8, seed=i).float() for i in range(3)]
+    t = ring.thresholds(z)
+    with torch.autocast("cpu", torch.float16):
+        half = [part.half() for part in z]
+        assert ring.total_diversity(half, t).isfinite().all()
+        for e in range(3):
+            torch.testing.assert_close(
+                ring.signs(e, half, ring.thresholds(half)), ring.signs(e, z, t), rtol=0, atol=0.02
+            )
+        mixed = ring.h(half, t)
+    for found, truth in zip(mixed, ring.h(z, t), strict=True):
+        torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.02 * scale)
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *SUBGRADIENTS])
@@ -1261,6 +1279,13 @@ def test_models_have_names(name):
     assert model.eval()(torch.rand(2, 1, 8, 8)).shape == (2, 3)
 
 
+def test_an_empty_batch_has_nothing_to_tell():
+    model = model_of()
+    nothing = pictures(0)
+    assert model.certificate(nothing).radius is None
+    assert str(model.verify(nothing)) == "proposition 1 on no images"
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 SIZE_NAMES = "reduced, single-193k, multi-0.48m"
@@ -1270,7 +1295,9 @@ REFUSED = {
         f"no size of OptEq 'single-193'; did you mean 'single-193k'\\? known: {SIZE_NAMES}",
     ),
     "no size": ({"size": None}, "no size of OptEq 'None'"),
+    "no size in a list": ({"size": ["reduced"]}, r"no size of OptEq \"\['reduced'\]\""),
     "classes": ({"classes": 1}, "classes is 1; a classifier needs at least 2"),
+    "scales a truth": ({"scales": (True, 2)}, r"scales is \(True, 2\); it must be a list of whole numbers"),
     "channels": ({"channels": 0}, "channels is 0; it must be a whole number at least 1"),
     "channels a fraction": ({"channels": 2.5}, "channels is 2.5; it must be a whole number"),
     "scales no list": ({"scales": 2}, "scales is 2; it must be a list of whole numbers of at least 1"),
@@ -1298,7 +1325,7 @@ REFUSED = {
     "gelu": ({"activation": "gelu"}, "activation is 'gelu'; it is not a proximal map.*Offered: relu"),
     "a module": ({"activation": nn.SiLU()}, "activation is SiLU.*not a proximal map.*Offered: relu"),
     "activation": ({"activation": "rellu"}, "no activation 'rellu'; did you mean 'relu'"),
-    "mean and std": ({"mean": (0.5, 0.5)}, r"mean is \(0.5, 0.5\) and std is \(0.5,\)"),
+    "mean and std": ({"mean": (0.5,) * 3}, r"mean is \(0.5, 0.5, 0.5\) and std is \(0.5,\)"),
 }
 
 

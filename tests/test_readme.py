@@ -2,13 +2,18 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 import equipoise as eq
+from equipoise.cli import parser
+from equipoise.lab.build import check
 from equipoise.lab.data import MissingData, load
+from equipoise.lab.recipes import FigureSpec, open_recipe
+from equipoise.lab.reproduce import FIGURES, rows
 from equipoise.models.opteq import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +55,24 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
+COMMANDS = [
+    line.partition(" #")[0].strip()
+    for page in (README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))))
+    for line in re.findall(r"^equipoise (?:train|reproduce|figure) .*$", page, re.M)
+]
+
+
+@pytest.mark.parametrize("line", sorted(set(COMMANDS)))
+def test_commands_name_recipes_that_can_be_made(line):
+    asked = parser().parse_args(shlex.split(line)[1:])
+    if asked.command == "train":
+        check(open_recipe(asked.recipe, asked.budget, asked.changes))
+    elif asked.command == "reproduce":
+        assert rows(open_recipe(asked.recipe), asked.budget, asked.changes)
+    else:
+        assert FIGURES[open_recipe(asked.recipe).read(FigureSpec).figure]
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M))))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
@@ -75,12 +98,21 @@ def test_the_table_of_results_says_what_the_runs_say(path):
         assert said in row
 
 
-def test_the_accuracies_of_every_epoch_are_those_of_the_log():
-    log = (ROOT / "results" / "mondeq" / "cifar10-conv.log.jsonl").read_text().splitlines()
+@pytest.mark.parametrize("name", ["mondeq/cifar10-conv", "mdeq/cifar10-small"])
+def test_the_accuracies_of_every_epoch_are_those_of_the_log(name):
+    log = (ROOT / "results" / f"{name}.log.jsonl").read_text().splitlines()
     epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
     said = (ROOT / "results" / "README.md").read_text()
     assert f"| accuracy | {' | '.join(format(epoch['test']['accuracy'], '.2%') for epoch in epochs)} |" in said
     assert f"| minutes | {' | '.join(format(epoch['seconds'] / 60, '.0f') for epoch in epochs)} |" in said
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.table.json")), ids=lambda path: path.name)
+def test_the_tables_say_what_was_measured(path):
+    said = (ROOT / "results" / "README.md").read_text()
+    for row in json.loads(path.read_text())["rows"]:
+        measured = f"{row['measured']:.2%} ± {row['spread']:.2%}"
+        assert f"| {row['label']} | {row['parameters']:,} | {measured} |" in said
 
 
 def test_the_commonest_class_of_camvid_is_worth_what_is_told():

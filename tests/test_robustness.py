@@ -373,6 +373,24 @@ def test_a_model_in_the_middle_of_training_is_attacked(equilibrium, attack):
     assert all(torch.equal(p.grad, before[name]) for name, p in equilibrium.named_parameters())
 
 
+@pytest.mark.parametrize("rule", [eq.PhantomGradient(), eq.UnrolledGradient(steps=30)], ids=repr)
+def test_models_are_not_measured_under_attacks_by_a_phantom_gradient(equilibrium, rule):
+    images, labels = torch.rand(2, 1, 6, 6, dtype=torch.float64), torch.tensor([0, 1])
+    layer, seen = equilibrium.equilibrium, []
+
+    def attack(model, images, labels, **budget):
+        seen.append(layer.gradient)
+        return images
+
+    layer.gradient = rule
+    task = Robustness(NAMES)
+    task.attack = attack
+    task.measure(equilibrium, (images, labels))
+    phantom = isinstance(rule, eq.PhantomGradient)
+    assert [type(gradient) for gradient in seen] == [eq.ImplicitGradient if phantom else eq.UnrolledGradient]
+    assert layer.gradient is rule
+
+
 # Against foolbox
 
 

@@ -45,6 +45,30 @@ def test_spectral_radius_of_a_constant_function_is_zero():
     assert eq.spectral_radius(lambda z, x: x, torch.zeros(2, 3), torch.ones(2, 3)).tolist() == [0.0, 0.0]
 
 
+def test_spectral_radius_is_not_a_number_where_the_derivative_is_not():
+    z = torch.tensor([[0.0, 4.0], [1.0, 4.0]], dtype=torch.float64)  # the derivative of a root at 0 is infinite
+    radius = eq.spectral_radius(lambda z: z.sqrt(), z)
+    assert radius.isnan().tolist() == [True, False]
+    assert radius[1] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("factor", [1e-42, 1e-30, 1.0, 1e20, 1e30])
+def test_the_norm_of_a_convolution_of_any_scale_is_bounded(factor):
+    torch.manual_seed(0)
+    kernel = torch.randn(4, 4, 3, 3)
+    bound = conv2d_norm_bound(factor * kernel, (5, 5)).item()
+    assert bound == pytest.approx(
+        factor * conv2d_norm_bound(kernel, (5, 5)).item(), rel=0.1 if factor < 1e-40 else 1e-4
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_norm_of_a_convolution_that_is_not_finite_is_not_either(value):
+    kernel = torch.ones(2, 2, 3, 3)
+    kernel[0, 0, 0, 0] = value
+    assert not conv2d_norm_bound(kernel, (5, 5)).isfinite()
+
+
 def test_jacobian_penalty_estimates_the_frobenius_norm():
     W = torch.randn(6, 6, dtype=torch.float64) / 3
     z = torch.randn(5, 6, dtype=torch.float64)

@@ -52,7 +52,8 @@ def spectral_radius(
     """The largest |eigenvalue| of df/dz per sample: below 1, plain iteration converges near z.
 
     By ``steps`` steps of Arnoldi's method, which sees complex pairs, unlike power iteration; exact when ``steps``
-    reaches the size of z, otherwise close from below. Memory: ``steps`` vectors like z.
+    reaches the size of z, otherwise close from below; NaN where f or its derivative is not finite. Memory: ``steps``
+    vectors like z.
 
     Example:
         >>> eq.spectral_radius(layer.f, layer(x), x)
@@ -82,7 +83,10 @@ def spectral_radius(
             if k + 1 < steps:
                 hessenberg[:, k + 1, k] = torch.where(closed, 0.0, size)
                 basis.append(torch.where(closed[:, None], fresh_direction(V, generator), w))
-        return torch.linalg.eigvals(hessenberg).abs().amax(dim=1)
+        finite = hessenberg.isfinite().all(dim=2).all(dim=1)  # LAPACK may crash on what is not
+        radius = rows.new_full((batch,), torch.nan)
+        radius[finite] = torch.linalg.eigvals(hessenberg[finite]).abs().amax(dim=1)
+        return radius
 
 
 def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -119,7 +123,7 @@ def operator_norm_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     """
     gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
     largest = gram.abs().amax(dim=(-2, -1))
-    scale = torch.where(largest == 0, 1.0, largest)
+    scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
     gram = gram / scale[..., None, None]
     log_bound = scale.log()
     for k in range(iterations):
@@ -159,6 +163,11 @@ def largest_norm(blocks: Tensor, iterations: int) -> Tensor:
     """
     gram = blocks if blocks.shape[1] >= blocks.shape[2] else blocks.mH
     real, imaginary = gram.real, gram.imag
+    largest = torch.maximum(real.abs().max(), imaginary.abs().max())
+    if not bool(largest.isfinite()):
+        return torch.zeros((), dtype=torch.long, device=blocks.device)
+    scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    real, imaginary = real / scale, imaginary / scale  # or squares would overflow
     left, log_bound = torch.arange(len(blocks), device=blocks.device), real.new_zeros(len(blocks))
     for k in range(iterations + 1):
         stacked = torch.cat([real, imaginary], dim=1)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.gradients import ImplicitGradient
 from equipoise.lab.build import build_task
 from equipoise.lab.data.base import Batch, Subset
 from equipoise.lab.evaluate import prepared, quiet_failures
@@ -47,6 +46,7 @@ from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
 from equipoise.lab.train import load_data
 from equipoise.models.branches import Branches
+from equipoise.models.modes import exact_gradients
 from equipoise.models.opteq import BranchModel
 from equipoise.models.ring import SIGNS, Images, Ring, carry, heritage
 from equipoise.solvers import Anderson, Broyden, Picard, ProximalGradient, Solver
@@ -329,9 +329,8 @@ def attack_of(
     """The share of the samples that a model gets right as they are and after an attack of every length."""
     trained = open_trained(run, machine)
     model = branch_model(trained)
-    model.equilibrium.gradient = ImplicitGradient()
     right, total = [0] * len(iterations), 0
-    with quiet_failures(), trained.setting.autocast(), torch.no_grad():
+    with quiet_failures(), trained.setting.autocast(), exact_gradients(model), torch.no_grad():
         for number, (images, labels) in enumerate(random_batches(run, trained, folders, samples)):
             total += len(labels)
             known = model(images).argmax(1) == labels

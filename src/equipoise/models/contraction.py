@@ -64,7 +64,7 @@ def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
         norm = float(torch.stack(norms).max())
         factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
         radius = None
-        if images is not None:
+        if images is not None and len(images):
             inputs = cell.prepare(model.features(images))
             z = model.equilibrium.solve(*inputs).value
             radius = float(spectral_radius(cell, z, *inputs).max())

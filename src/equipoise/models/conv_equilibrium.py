@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.normalize import Normalize
 from equipoise.stability import SpectralNorm
-from equipoise.validation import require_classes
+from equipoise.validation import require_images
 
 
 class Cell(nn.Module):
@@ -52,7 +52,7 @@ class ConvEquilibrium(nn.Module):
         pool: int = 4,
     ):
         super().__init__()
-        require_classes(classes)
+        require_images(shape, classes, mean)
         self.stem = nn.Sequential(
             Normalize(mean, std),
             nn.Conv2d(shape[0], channels, 3, stride=stride, padding=1),

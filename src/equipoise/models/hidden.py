@@ -35,6 +35,8 @@ class Verification:
     gradient: Tensor
 
     def __str__(self) -> str:
+        if not len(self.gradient):
+            return "proposition 1 on no images"
         return (
             f"proposition 1 on {len(self.gradient)} images: the gradient of the objective is at most "
             f"{self.gradient.max():.1e} of either of its parts\n"

@@ -26,7 +26,7 @@ from equipoise.problem import autocast_state
 from equipoise.solvers import Broyden
 from equipoise.stability import VariationalDropout, WeightNorm
 from equipoise.tolerance import Tolerance
-from equipoise.validation import require, require_classes
+from equipoise.validation import require, require_images
 
 ACTIVATIONS = ("relu", "softplus")
 HEADS = ("classification", "segmentation")
@@ -326,7 +326,7 @@ class MDEQ(nn.Module):
             if not (head_channels is None and final_channels is None):
                 raise ValueError("head_channels and final_channels are those of a classification head: leave them out.")
             head_channels, final_channels = (), 0
-        require_classes(classes)
+        require_images(shape, classes, mean)
         self.size = sized(
             SIZES,
             size,

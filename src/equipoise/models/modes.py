@@ -1,4 +1,4 @@
-"""A model in another mode for a while."""
+"""A model in another mode, or differentiated by another rule, for a while."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+from equipoise.fixed_point import Equilibrium
+from equipoise.gradients import ImplicitGradient, PhantomGradient
 
 
 @contextmanager
@@ -18,3 +21,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def exact_gradients(model: nn.Module) -> Iterator[None]:
+    """No equilibrium differentiated by a phantom gradient for a while: by the implicit one instead."""
+    cut = [m for m in model.modules() if isinstance(m, Equilibrium) and isinstance(m.gradient, PhantomGradient)]
+    rules = [layer.gradient for layer in cut]
+    for layer in cut:
+        layer.gradient = ImplicitGradient()
+    try:
+        yield
+    finally:
+        for layer, rule in zip(cut, rules, strict=True):
+            layer.gradient = rule

@@ -21,7 +21,7 @@ from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTie
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.solvers import PeacemanRachford
 from equipoise.tolerance import Tolerance
-from equipoise.validation import require_classes
+from equipoise.validation import require_images
 
 KINDS = ("dense", "conv", "multitier")
 TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
@@ -59,7 +59,7 @@ class MonDEQ(nn.Module):
         pool: int = 4,
     ):
         super().__init__()
-        require_classes(classes)
+        require_images(shape, classes, mean)
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
         if (kind == "multitier") == isinstance(channels, int):

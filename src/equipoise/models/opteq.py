@@ -30,7 +30,7 @@ from equipoise.models.stem import stem
 from equipoise.scope import Scope
 from equipoise.solvers import Anderson
 from equipoise.tolerance import Tolerance
-from equipoise.validation import require, require_classes
+from equipoise.validation import require, require_images
 
 TOLERANCE = Tolerance(relative=1e-3, max_steps=60)
 FUSIONS = ("none", "sum", "conv")
@@ -57,7 +57,7 @@ class Size:
 
     def __post_init__(self) -> None:
         scales = self.scales
-        if not (isinstance(scales, tuple | list) and scales and all(isinstance(s, int) and s >= 1 for s in scales)):
+        if not (isinstance(scales, tuple | list) and scales and all(type(s) is int and s >= 1 for s in scales)):
             raise ValueError(
                 f"scales is {scales!r}; it must be a list of whole numbers of at least 1, one for each branch."
             )
@@ -95,7 +95,7 @@ class BranchModel(nn.Module, ABC):
         **options: Any,
     ):
         super().__init__()
-        require_classes(classes)
+        require_images(shape, classes, mean)
         self.size = size
         grid = tuple(-(-n // 2**size.downsamplings) for n in shape[1:])
         if min(grid) < max(size.scales):
@@ -150,6 +150,8 @@ class BranchModel(nn.Module, ABC):
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
         """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.
+
+        In the mode, training or evaluation, in which z was solved for: g depends on it.
 
         Example:
             >>> z = model.branches(model.features(images))
@@ -234,7 +236,7 @@ class POptEq(BranchModel):
         shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation,
             order: as of :class:`OptEq`.
         scales: see :class:`Size`.
-        fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them.
+        fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them and a ReLU.
 
     Example:
         >>> POptEq(shape=(3, 32, 32), classes=10, fusion="conv")

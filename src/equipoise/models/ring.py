@@ -8,8 +8,11 @@ brings branch i + 1 to the size of branch i, and its adjoint branch i to the siz
     H_i = trace(M_i),    D_i = sum of |M_i| off the diagonal,    coupling = 1/2 sum_i lambda D_i - H_i,
     h_i = 1/2 P_i z_{i+1} (I - lambda sign M_i) + 1/2 P_{i-1}^T z_{i-1} (I - lambda sign M_{i-1}^T),
 
-sign without its diagonal. Where the papers err: the published main text has lost the transpose of P_{i-1}, and P_i is
-called average pooling where branch i has the higher resolution, but must be the adjoint of it.
+sign without its diagonal. Without heritage a branch is coupled to itself: -1/2 |z_i|^2 in place of -1/2 H_i, and z_i in
+h_i in place of the neighbours' mean.
+
+Where the papers err: the published main text has lost the transpose of P_{i-1}, and P_i is called average pooling where
+branch i has the higher resolution, but must be the adjoint of it.
 
 |m| has a corner where two channels are orthogonal; there the sign jumps, and the equation of the equilibrium often has
 no solution. So it is smoothed here, |m| as sqrt(m^2 + t^2) - t. t is made before a solve and stays: a t that followed z
@@ -69,7 +72,8 @@ class Ring:
     def products(self, e: int, z: Sequence[Tensor]) -> Tensor:
         """M of edge e, (batch, C, C): rows are channels of branch e + 1, columns of branch e; the diagonal is zero."""
         after = carry(z[(e + 1) % len(z)], z[e].shape[2:])
-        inner = torch.bmm(after.flatten(2), z[e].flatten(2).mT)
+        with torch.autocast(after.device.type, enabled=False):  # in half precision their squares overflow or vanish
+            inner = torch.bmm(*(single(part) for part in (after.flatten(2), z[e].flatten(2).mT)))
         return inner * (1 - torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device))
 
     def signs(self, e: int, z: Sequence[Tensor], t: Tensor | None) -> Tensor:
@@ -126,6 +130,11 @@ def heritage(z: Sequence[Tensor]) -> Tensor:
     """The sum of H over the edges (eq. 3), per sample."""
     edges = [(z[e] * carry(z[(e + 1) % len(z)], z[e].shape[2:])).flatten(1).sum(dim=1) for e in range(len(z))]
     return torch.stack(edges).sum(dim=0)
+
+
+def single(values: Tensor) -> Tensor:
+    """In single precision, or in the higher one that they have."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def mixed(base: Tensor, weights: Tensor, images: Tensor, scale: float) -> Tensor:

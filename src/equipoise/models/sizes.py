@@ -19,7 +19,7 @@ def sized(sizes: Mapping[str, Size], name: str, model: str, **numbers: Any) -> S
         name: of one of them.
         model: whose sizes these are, for the message when there is none of that name.
     """
-    if name not in sizes:
+    if not isinstance(name, str) or name not in sizes:
         raise ValueError(unknown(f"size of {model}", str(name), sizes))
     given = {key: value for key, value in numbers.items() if value is not None}
     return dataclasses.replace(sizes[name], **given)  # type: ignore[type-var]
