@@ -211,6 +211,7 @@ def test_one_damaged_run_does_not_hide_the_others(run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"good +core/digits +finished", printed)
     assert len(re.findall("damaged: ", printed)) == 2
+    assert "run.json has no recipe, tables, folder, machine" in fails(capsys, "report", tmp_path / "empty")
 
 
 def test_no_runs_yet(tmp_path, capsys):
@@ -281,8 +282,10 @@ def test_a_recipe_of_a_figure_can_have_changes(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
     (tmp_path / "two.toml").write_text(told.format(""))
     assert main(["figure", "two.toml", "--budget", "smoke", "data.limit=64", "--runs", "runs"]) == 0
-    facts = [json.loads((tmp_path / "runs" / f"core-digits-00{i}" / "result.json").read_text()) for i in (1, 2)]
+    made = tmp_path / "runs" / "two-001"
+    facts = [json.loads((made / f"recipe-{i}" / "core-digits-001" / "result.json").read_text()) for i in (1, 2)]
     assert facts[0]["parameters"] < facts[1]["parameters"]
+    assert (made / "two.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):

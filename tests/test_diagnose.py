@@ -117,6 +117,19 @@ def test_gradient_check_passes_implicit_and_fails_one_step_gradients():
     assert "WRONG" in str(bad)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_gradient_check_passes_in_single_precision(seed):
+    """A function that captures its weights runs in their precision, whatever direction is drawn."""
+    torch.manual_seed(seed)
+    W = torch.nn.Linear(32, 32)
+    W.weight.data *= 0.5
+    x = torch.randn(8, 32)
+    check = eq.check_gradients(
+        lambda z, x: torch.tanh(W(z) + x), torch.zeros(1, 32), x, tolerance=eq.Tolerance(1e-6, max_steps=200), seed=seed
+    )
+    assert check.ok, check
+
+
 def test_gradient_check_reaches_captured_tensors_and_leaves_them_as_they_were():
     W = (torch.randn(3, 3) / 4).requires_grad_()
     before = W.detach().clone()

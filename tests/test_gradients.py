@@ -419,6 +419,23 @@ def test_unrolled_is_plain_recorded_iteration(steps):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("expands", [False, True])
+def test_unrolled_is_the_same_without_gradients(expands):
+    """Where plain steps lead away from the equilibrium, the best iterate would be the first."""
+    w = leaf(3 * W if expands else W)
+    rule = {"gradient": eq.UnrolledGradient(4), "on_failure": "ignore"}
+    f = lambda z, x: z @ w.mT + x
+    expected = eq.fixed_point(f, Z0, X, **rule)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            found = eq.fixed_point(f, Z0, X, **rule)
+            assert torch.equal(found.value, expected.value)
+            assert not found.value.requires_grad
+            assert found.stats.steps.tolist() == expected.stats.steps.tolist()
+    with torch.no_grad():
+        assert eq.fixed_point(lambda z, x: x, Z0, X, **rule).value.data_ptr() != X.data_ptr()
+
+
 def test_unrolled_gradient_reaches_the_start_alone():
     """Nothing but z0 requires a gradient."""
     z0 = leaf(Z0)

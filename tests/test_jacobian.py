@@ -18,6 +18,7 @@ from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Jacobian, RecipeError, Training, open_recipe
 from equipoise.lab.runs import create
 from equipoise.lab.train import train
+from equipoise.models.normalize import Normalize
 from lab_helpers import EPOCHS, RECIPE
 
 
@@ -142,6 +143,16 @@ def test_init_from_takes_what_fits_and_names_the_rest(tmp_path: Path, capsys: py
     train(third, machine)
     printed = capsys.readouterr()
     assert "tensors that are new: ballast" in printed.out + printed.err
+
+
+def test_mean_and_deviation_stay_those_of_the_data():
+    def model(mean: float) -> nn.Module:
+        return nn.Sequential(Normalize((mean,), (mean,)), nn.Conv2d(1, 2, 3))
+
+    old, new = model(0.1), model(0.7)
+    assert checkpoints.load_matching(new, checkpoints.model_tensors(old), "old") == []
+    assert new[0].mean.item() == pytest.approx(0.7)
+    assert torch.equal(new[1].weight, old[1].weight)
 
 
 def test_a_file_from_which_nothing_fits_is_refused(tmp_path: Path) -> None:

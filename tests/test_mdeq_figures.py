@@ -229,6 +229,17 @@ def test_the_paper_s_figures_are_of_mdeqs_solved_by_broyden(name):
         assert (recipe.model.name, recipe.solver.name) == ("mdeq", "broyden")
 
 
+def test_a_model_begins_as_its_training_did(work, tmp_path):
+    origin = work / "several-001"
+    words = [str(work / "several.toml"), f"training.init_from={origin}", "--runs", str(tmp_path), "--threads", "1"]
+    assert main(["train", *words]) == 0
+    machine = Machine(torch.device("cpu"))
+    run = open_run(tmp_path / "several-001")
+    began = figures.untrained(run, open_trained(run, machine)).model
+    for a, b in zip(began.parameters(), eq.load(origin).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 # What cannot be drawn is said
 
 

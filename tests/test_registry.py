@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import equipoise as eq
@@ -370,4 +371,21 @@ def test_models_are_created_by_name():
 def test_a_model_that_cannot_be_made_says_why(name, options, error, words):
     with pytest.raises(error) as raised:
         create_model(name, **options)
+    assert words in str(raised.value)
+
+
+IMAGES = {
+    "bytes": (torch.zeros(2, 3, 16, 16, dtype=torch.uint8), "images are torch.uint8; they must be numbers in [0, 1]"),
+    "one": (torch.zeros(3, 16, 16), "images have shape (3, 16, 16); it must be (batch, 3, height, width)"),
+    "channels": (torch.zeros(2, 4, 16, 16), "images have shape (2, 4, 16, 16); it must be (batch, 3, height, width)"),
+}
+
+
+@pytest.mark.parametrize("name", ["conv-equilibrium", "mondeq", "mdeq", "mopteq"])
+@pytest.mark.parametrize(("images", "words"), IMAGES.values(), ids=IMAGES)
+def test_what_are_no_images_is_said(name, images, words):
+    options = {"size": "reduced"} if name == "mopteq" else {}
+    model = create_model(name, shape=(3, 16, 16), classes=3, mean=(0.5,) * 3, std=(0.5,) * 3, **options)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        model(images)
     assert words in str(raised.value)

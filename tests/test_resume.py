@@ -208,6 +208,23 @@ def test_a_sweep_does_not_go_on_after_a_request_at_the_end_of_a_run(tmp_path):
     run(tmp_path, *shlex.split(resume_command(text)))
 
 
+def test_a_figure_is_resumed_as_a_whole(tmp_path):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "two.toml").write_text(
+        f'title = "x"\nfigure = "convergence"\nrecipes = ["{recipe}", "{recipe} seed=1"]\nsamples = 4\n'
+    )
+    words = ("figure", "two.toml", "phases.0.epochs=1", "--out", "drawn.png")
+    text = run(tmp_path, *words, TEST_SIGNALS="loss 2 SIGTERM", expect=143)  # in the first training
+    assert resume_command(text) == "resume runs/two-001"
+    text = run(tmp_path, "resume", "runs/two-001", TEST_SIGNALS=f"loss {STEPS} SIGTERM", expect=143)  # in the second
+    assert not (tmp_path / "drawn.png").exists()
+    assert "drawn.png" in run(tmp_path, *shlex.split(resume_command(text)))
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    runs = [Run(tmp_path / "runs" / "two-001" / f"recipe-{i}" / "patterns-001") for i in (1, 2)]
+    assert [found.status for found in runs] == ["finished"] * 2
+    assert not same_weights(*(found.last for found in runs))
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path):
     finished = train(tmp_path, "phases.0.epochs=1")
 

@@ -453,6 +453,9 @@ def test_what_are_no_label_maps_is_refused():
         for use in (task.loss, task.measure, lambda _, batch: task.augment(batch, generator())):
             with pytest.raises(ValueError, match="choose a data set that has them, or another task"):
                 use(model, (images, wrong))
+    for kind in (torch.uint8, torch.int32):
+        with pytest.raises(TypeError, match=r"label maps are torch\.u?int\d+; they must be torch\.int64"):
+            task.measure(model, (images, labels.to(kind)))
     for number in (4, -1, 254):
         labels[1, 2, 3] = number
         with pytest.raises(

@@ -247,6 +247,16 @@ def test_the_loss_is_the_cross_entropy():
     assert sums["loss"].item() / 30 == pytest.approx(log_loss(labels, chances, labels=range(5)))
 
 
+@pytest.mark.parametrize(
+    ("logits", "labels"), [((4, 5, 2, 2), (4,)), ((4, 5, 2, 2), (4, 2, 2)), ((4, 5), (4, 1)), ((4, 3), (4,))], ids=str
+)
+def test_what_is_no_classification_is_said(logits, labels):
+    task, batch = Classification(NAMES), (torch.zeros(4, 1, 6, 6), torch.zeros(labels, dtype=torch.long))
+    for measure in (task.loss, task.measure):
+        with pytest.raises(ValueError, match=r"classification needs logits \(batch, 5 classes\) and labels"):
+            measure(lambda images: torch.zeros(logits), batch)
+
+
 def test_label_smoothing_is_of_the_training_loss_alone():
     images, labels = batch_of(30)
     model = Fixed()

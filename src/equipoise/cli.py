@@ -75,7 +75,7 @@ def parser() -> Parser:
         )
         made.add_argument(
             "--budget",
-            help="how much to spend: smoke (seconds), small (within an hour on 2 cores), paper (as is; the default)",
+            help="how much to spend: smoke (seconds), small (a few epochs), paper (as is; the default)",
         )
         made.add_argument(
             "--runs",
@@ -111,7 +111,7 @@ def parser() -> Parser:
     made = command(
         "resume", resume, "Continue a run that was stopped, bit for bit.", "equipoise resume runs/core-mnist-001"
     )
-    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, of a sweep over seeds, or of a table")
+    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, a sweep, a table or a figure")
     machine_arguments(made)
 
     made = command(
@@ -210,7 +210,10 @@ def parser() -> Parser:
         help="a trained run to draw from, in the order of the figure's recipes",
     )
     made.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write the picture (default: in the runs folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write the picture (default: in the folder of the figure, or of the first --run)",
     )
     machine_arguments(made)
 
@@ -343,11 +346,12 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
 
 
 def resume(arguments: Any) -> int:
-    from equipoise.lab.reproduce import continue_table
+    from equipoise.lab.reproduce import continue_figure, continue_table
     from equipoise.lab.sweeps import resume_folder, threads_of
 
     arguments.threads = arguments.threads or threads_of(arguments.folder)
-    go_on = continue_table if (arguments.folder / "reproduce.json").exists() else resume_folder
+    begun: dict[str, Callable[..., object]] = {"reproduce.json": continue_table, "figure.json": continue_figure}
+    go_on = next((begun[name] for name in begun if (arguments.folder / name).exists()), resume_folder)
     with machine_of(arguments) as machine:
         return to_the_end(machine, lambda: go_on(arguments.folder, machine, arguments.data))
 

@@ -68,7 +68,7 @@ def fixed_point(
         inputs: tensors or tuples of tensors, batch first. Given explicitly, they let finished samples be left out.
         solver: how to iterate; an object such as ``Anderson(memory=5)``.
         tolerance: when a sample is solved.
-        gradient: how to differentiate; used only when a gradient is needed.
+        gradient: how to differentiate; only :class:`UnrolledGradient`, which takes steps of its own, matters without.
         on_failure: "warn", "raise" or "ignore" when samples fail; holds for the backward solve too.
         compact: leave finished samples out of the computation (needs ``inputs``).
         trace: keep the residuals of every check in ``stats.trace``.
@@ -141,7 +141,8 @@ def run(
     image = image.detach()  # its graph is not needed
     forward = Forward(problem, z, image, solver, tolerance, trace, callback, check_every)
     report = Report(on_failure)
-    if problem.needs_gradient:
+    ruled = problem.needs_gradient or gradient.decides_value
+    if ruled:
         rows, solved = gradient.run(forward, report)
     else:
         solved = forward.solve()
@@ -150,7 +151,7 @@ def run(
             require_gradient_paths(problem, rows, rows)  # nothing has a path: is nothing needed, or all cut off?
     report.failure(solved.stats, "forward")
     value = problem.layout.unpack(rows)
-    if problem.needs_gradient:  # copies, so that the caller may change them in place
+    if ruled:  # copies, so that the caller may change them in place
         value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])
     solution = Solution(value, solved.stats, solved=solved)
     report.solution = weakref.ref(solution)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,13 @@ class Forward:
 
 
 class GradientRule(ABC):
-    """Runs the forward solve in its own way and returns the value's rows with a gradient attached."""
+    """Runs the forward solve in its own way and returns the value's rows with a gradient attached.
+
+    Attributes:
+        decides_value: whether the value is not the solver's; it is found by this rule without gradients, too.
+    """
+
+    decides_value: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]: ...
@@ -173,9 +179,9 @@ class PhantomGradient(GradientRule):
 
 @options
 class UnrolledGradient(GradientRule):
-    """``steps`` plain steps from z0, recorded: ordinary back-propagation, z0 included. The solver is not used.
+    """``steps`` plain steps from z0, recorded: ordinary back-propagation, z0 included.
 
-    Memory grows with the steps.
+    The solver is not used, with gradients or without: the value is the same. Memory grows with the steps.
 
     Args:
         steps: recorded steps.
@@ -183,6 +189,8 @@ class UnrolledGradient(GradientRule):
     Example:
         >>> eq.fixed_point(f, z0, x, gradient=eq.UnrolledGradient(steps=10))
     """
+
+    decides_value: ClassVar[bool] = True
 
     steps: int = 10
 
@@ -196,8 +204,8 @@ class UnrolledGradient(GradientRule):
         problem.count = Count()  # the evaluation at the door is not one of the steps
         residuals = []
         for k in range(self.steps):
-            image = recorded(problem, z)
-            if k == 0:
+            image = recorded(problem, z) if problem.needs_gradient else problem(z)
+            if k == 0 and torch.is_grad_enabled():
                 require_gradient_paths(problem, z, image)
             if forward.trace:
                 residuals.append(relative_residual(row_norms(image - z), row_norms(image)).detach())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.lab.files import whole
+from equipoise.models.normalize import Normalize
 
 FORMAT = 1
 MODEL_FACTS = ("recipe", "folder", "tables", "phase", "data")  # what is needed to build the model again
@@ -84,9 +85,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -
 
 
 def load_matching(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> list[str]:
-    """Put those saved weights into a model that it has by name and shape; returns the names of its others."""
+    """Put those saved weights into a model that it has by name and shape; returns the names of its others.
+
+    Mean and deviation of the images stay the model's own: they are of its data, not learned.
+    """
     saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    own = model.state_dict()
+    of_data = [f"{name}." for name, part in model.named_modules() if isinstance(part, Normalize)]
+    own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(of_data))}
     fitting = {name: tensor for name, tensor in saved.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
         raise CheckpointError(f"no tensor in {path} has the name and shape of one of the model {type(model).__name__}.")

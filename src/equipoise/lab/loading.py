@@ -1,4 +1,4 @@
-"""``eq.load``: a trained model back from its run or file."""
+"""``eq.load``: a trained model back from its run or file; and a model that begins with the weights of another."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def open_checkpoint(file: Path) -> tuple[nn.Module, dict[str, Any]]:
         model = model.double()
     checkpoints.load_model(model, tensors, file)
     return model, facts
+
+
+def start_from(model: nn.Module, path: str) -> list[str]:
+    """Put in the weights of another run, or of a file, as far as they fit; returns the names of the model's others."""
+    file = Path(path) if path.endswith(".safetensors") else weights_file(open_run(Path(path)))
+    tensors, _ = checkpoints.read(file)
+    return checkpoints.load_matching(model, tensors, file)
 
 
 def weights_file(run: Run, weights: str = "best") -> Path:

@@ -35,6 +35,7 @@ from equipoise.lab.figures import (
     write_beside,
 )
 from equipoise.lab.loader import seed_everything
+from equipoise.lab.loading import start_from
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
@@ -112,6 +113,8 @@ def untrained(run: Run, trained: Trained) -> Trained:
     """
     seed_everything(trained.recipe.seed, "model")
     model = trained.setting.place(build_model(trained.recipe, trained.facts, run.source.where))
+    if trained.recipe.training.init_from is not None:
+        start_from(model, trained.recipe.training.init_from)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = module.running_var = None

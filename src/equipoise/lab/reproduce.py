@@ -74,14 +74,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ())
             print(f"== {row.label} ({row.recipe})", flush=True)
         # Rows that differ in their metric only are of one training.
         number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
-        home = folder / f"row-{number}"
-        begun = machine.share(sorted(home.glob("*-*"))[:1])
-        try:
-            if begun:
-                resume_folder(begun[0], machine, where)
-            trained = begun[0] if begun else train_recipe(recipe, home, machine, where)
-        except Stopped as stopped:
-            raise Stopped(folder, stopped.step, stopped.number) from None
+        trained = trained_in(folder, f"row-{number}", recipe, machine, where)
         if machine.leads:
             lines.append(measured(row, trained))
             write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
@@ -90,6 +83,17 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ())
         print("\n" + markdown(table, lines, budget))
         print(f"table             {folder / 'table.md'}")
     return folder / "table.md"
+
+
+def trained_in(folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path]) -> Path:
+    """The run or sweep of a recipe at a place of a folder, taken from wherever it stands to its end."""
+    begun = machine.share(sorted((folder / place).glob("*-*"))[:1])
+    try:
+        if begun:
+            resume_folder(begun[0], machine, folders)
+        return begun[0] if begun else train_recipe(recipe, folder / place, machine, folders)
+    except Stopped as stopped:
+        raise Stopped(folder, stopped.step, stopped.number) from None
 
 
 def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
@@ -158,7 +162,7 @@ def draw_figure(
     folders: Sequence[Path],
     out: Path | None,
 ) -> Path:
-    """Draw a figure from its recipes, trained now unless trained runs are given; returns the picture's path."""
+    """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path."""
     source = open_recipe(name)
     if kind_of(source) is not FigureSpec:
         raise RecipeError(
@@ -174,22 +178,55 @@ def draw_figure(
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
     find_outside(source)
-    draw, owner = FIGURES[spec.figure], f"figure {spec.figure!r}"
-    check_options(draw, spec.options, FIGURE_FACTS, owner)  # before hours of training
-    runs = [open_run(folder) for folder in given]
-    prepared = []
-    for entry in [] if given else spec.recipes:
+    owner = f"figure {spec.figure!r}"
+    check_options(FIGURES[spec.figure], spec.options, FIGURE_FACTS, owner)  # before hours of training
+    if given:
+        runs = [open_run(folder) for folder in given]
+        return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
+    trainings(source, budget, changes)  # every recipe's mistakes show before the first one trains
+    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
+    if machine.leads:
+        path = out or picture_in(folder, source)
+        asked = {"name": str(Path(name).resolve()) if source.folder else name, "budget": budget}
+        data = [str(place.resolve()) for place in folders]
+        asked |= {"changes": list(changes), "data": data, "out": str(path.resolve())}
+        write_json(folder / "figure.json", asked)
+    machine.wait()
+    return continue_figure(folder, machine)
+
+
+def continue_figure(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
+    """Take the trainings of a figure from wherever they stand to their end, and draw it."""
+    asked = read_json(folder / "figure.json")
+    where = [*folders, *map(Path, asked["data"])]
+    source = open_recipe(asked["name"])
+    found = trainings(source, asked["budget"], asked["changes"])
+    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where) for i, recipe in enumerate(found, 1)]
+    return drawn(source, [open_run(run) for run in trained], machine, where, Path(asked["out"]))
+
+
+def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> list[Source]:
+    """The recipes that a figure is drawn from, checked: its own changes first, then the command line's."""
+    found = []
+    for entry in source.read(FigureSpec).recipes:
         recipe, *own = shlex.split(entry)
-        prepared.append(open_recipe(recipe, budget, [*own, *changes]))
-        if check(prepared[-1]).seeds != 1:  # every recipe's mistakes show before the first one trains
-            raise RecipeError(f"{name} is drawn from one run of each recipe: leave out seeds.")
-    for recipe in prepared:
-        runs.append(open_run(train_recipe(recipe, parent, machine, folders)))
-    path = out or (runs[0].folder / f"{source.name.replace('/', '-')}.png")
+        found.append(open_recipe(recipe, budget, [*own, *changes]))
+        if check(found[-1]).seeds != 1:
+            raise RecipeError(f"{source.name} is drawn from one run of each recipe: leave out seeds.")
+    return found
+
+
+def picture_in(folder: Path, source: Source) -> Path:
+    return folder / f"{source.name.replace('/', '-')}.png"
+
+
+def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
+    """Draw a figure from its runs."""
     if machine.leads:
         find_outside(source)  # a training looked for its own
+        spec: FigureSpec = source.read(FigureSpec)
         facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, machine, list(folders), path), strict=True))
-        figure = call(draw, spec.options, facts, owner)
+        figure = call(FIGURES[spec.figure], spec.options, facts, f"figure {spec.figure!r}")
         with whole(path) as part:
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)
         print(f"figure            {path}")

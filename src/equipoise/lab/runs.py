@@ -66,7 +66,10 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """What run.json says."""
-        return read_json(self.folder / "run.json")
+        facts = read_json(self.folder / "run.json")
+        if missing := [name for name in ("recipe", "tables", "folder", "machine") if name not in facts]:
+            raise RunError(f"{self.folder / 'run.json'} has no {', '.join(missing)}: it is not of a run, or damaged.")
+        return facts
 
     @property
     def source(self) -> Source:

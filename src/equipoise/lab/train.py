@@ -27,11 +27,11 @@ from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_coun
 from equipoise.lab.files import write_json
 from equipoise.lab.jacobian import jittered, penalty, weight_at
 from equipoise.lab.loader import batches, own_part, seed_everything, seed_of, training_rows
-from equipoise.lab.loading import weights_file
+from equipoise.lab.loading import start_from
 from equipoise.lab.log import Log
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Jacobian, Recipe, Source
-from equipoise.lab.runs import Run, open_run
+from equipoise.lab.runs import Run
 from equipoise.lab.solves import add, failed_samples, solve_metrics, solve_sums
 from equipoise.tasks import Sums, Task
 
@@ -194,7 +194,7 @@ class Trainer:
             self.resume()
             return
         if self.recipe.training.init_from is not None:
-            self.new_tensors = self.start_from(self.recipe.training.init_from)
+            self.new_tensors = start_from(self.learner.model, self.recipe.training.init_from)
         if machine.leads and run.log.exists():
             run.trim(0, 0)  # it was stopped before its first checkpoint
 
@@ -219,12 +219,6 @@ class Trainer:
         net = DistributedDataParallel(model) if self.machine.world > 1 else model
         task = build_task(recipe, self.facts, where)
         return Learner(model, net, task, recipe.jacobian, optimizer, schedule, scaler)
-
-    def start_from(self, path: str) -> list[str]:
-        """Begin with the weights of another run, or of a file, as far as they fit; returns the names of the others."""
-        file = Path(path) if path.endswith(".safetensors") else weights_file(open_run(Path(path)))
-        tensors, _ = checkpoints.read(file)
-        return checkpoints.load_matching(self.learner.model, tensors, file)
 
     def steps_before(self, phase: int) -> int:
         return self.epochs_before[phase] * self.steps_per_epoch

@@ -285,7 +285,7 @@ class MDEQ(nn.Module):
         head: "classification", or "segmentation" for logits (batch, classes, h, w) at the resolution of the first
             scale; images of any size are then padded, and their logits cut again.
         activation: "relu", or "softplus" while training warms up.
-        weight_norm: of the convolutions of f.
+        weight_norm: of the blocks and the last convolution of f.
 
     Example:
         >>> model = MDEQ(shape=(3, 32, 32), classes=10, size="cifar10-small")

@@ -26,4 +26,11 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"images are {x.dtype}; they must be numbers in [0, 1]: images.float() / 255.")
+        if x.dim() != 4 or len(self.mean) not in (1, x.shape[1]):
+            channels = len(self.mean) if len(self.mean) > 1 else "channels"
+            raise ValueError(
+                f"images have shape {tuple(x.shape)}; it must be (batch, {channels}, height, width), also of one image."
+            )
         return (x - self.mean) / self.std

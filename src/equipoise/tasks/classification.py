@@ -69,6 +69,7 @@ class Classification(Task):
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of a training batch, in single precision at least."""
+        self.check(logits, labels)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
@@ -78,11 +79,21 @@ class Classification(Task):
 
     def evaluation_sums(self, logits: Tensor, labels: Tensor) -> Sums:
         """What an evaluation adds up, given what the model says."""
+        self.check(logits, labels)
         sums = self.sums(logits, labels)
         pairs = labels * len(self.class_names) + logits.argmax(1)
         size = len(self.class_names)
         sums["confusion"] = torch.bincount(pairs, minlength=size * size).view(size, size)  # rows: truth
         return sums
+
+    def check(self, logits: Tensor, labels: Tensor) -> None:
+        """Refuse what are no answers of a classifier, or no labels of images."""
+        if labels.dim() != 1 or logits.shape != (len(labels), len(self.class_names)):
+            raise ValueError(
+                f"the model makes {tuple(logits.shape)} and labels are {tuple(labels.shape)}; classification needs "
+                f"logits (batch, {len(self.class_names)} classes) and labels (batch,): choose a model for "
+                "classification, and a data set with a label for every image."
+            )
 
     def sums(self, logits: Tensor, labels: Tensor) -> Sums:
         """What both training and evaluation add up."""

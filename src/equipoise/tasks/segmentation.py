@@ -182,6 +182,8 @@ class Segmentation(Task):
                 "(batch, channels, height, width) and label maps (batch, height, width): choose a data set that has "
                 "them, or another task."
             )
+        if labels.dtype != torch.int64:
+            raise TypeError(f"label maps are {labels.dtype}; they must be torch.int64: labels.long().")
         wrong = labels[(labels != self.ignore) & ((labels < 0) | (labels >= len(self.class_names)))]
         if len(wrong):
             raise ValueError(
