@@ -191,3 +191,19 @@ def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_meas
     for name in ("figure2", "figure2-fc"):
         for run in json.loads((folder / f"{name}.json").read_text())["runs"]:
             assert run["summary"]["forward"] == {"auto above best": 0, "not converged": 0}
+
+
+def test_what_is_said_of_figure_4a_is_what_was_measured():
+    said = " ".join((ROOT / "results" / "README.md").read_text().split())
+    panels = json.loads((ROOT / "results" / "opteq" / "figure4a.json").read_text())["run"]["panels"]
+    smooth, hard = (
+        next(p["curves"] for p in panels if (p["solver"], p["sign"]) == ("Anderson", sign))
+        for sign in ("smooth", "hard")
+    )
+    *counts, never = [curve["reached"]["1e-09"] for curve in smooth.values()]
+    assert f"below 1e-9 after {', '.join(map(str, counts[:-1]))} and {counts[-1]} evaluations for λ = 0," in said
+    assert never is None
+    floors = [hard[name]["median"][-1] for name in ("1/C = 0.0625", "0.1")]
+    assert f"stays at {floors[0]:.0e} for λ = 1/C and at {floors[1]:.0e} for 0.1" in said
+    assert hard["0.01"]["high"][-1] > 1e-5
+    assert min(min(panel["curves"]["1"]["low"]) for panel in panels) > 0.1
