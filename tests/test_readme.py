@@ -98,13 +98,24 @@ def test_the_table_of_results_says_what_the_runs_say(path):
         assert said in row
 
 
-@pytest.mark.parametrize("name", ["mondeq/cifar10-conv"])
+@pytest.mark.parametrize("name", ["mondeq/cifar10-conv", "mdeq/cifar10-small"])
 def test_the_accuracies_of_every_epoch_are_those_of_the_log(name):
     log = (ROOT / "results" / f"{name}.log.jsonl").read_text().splitlines()
     epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
     said = (ROOT / "results" / "README.md").read_text()
     assert f"| accuracy | {' | '.join(format(epoch['test']['accuracy'], '.2%') for epoch in epochs)} |" in said
     assert f"| minutes | {' | '.join(format(epoch['seconds'] / 60, '.0f') for epoch in epochs)} |" in said
+
+
+def test_the_residuals_of_mdeq_are_those_of_the_log():
+    log = (ROOT / "results" / "mdeq" / "cifar10-small.log.jsonl").read_text().splitlines()
+    epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
+    solves = [solve for epoch in epochs for part in ("train", "test") for solve in epoch[part]["solver"].values()]
+    assert {result for solve in solves for result in solve["results"]} == {"MAX_STEPS"}
+    ends = [epoch["test"]["solver"]["forward"]["residual"]["median"] for epoch in epochs]
+    said = " ".join((ROOT / "results" / "README.md").read_text().split())
+    assert f"a residual of {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} in the warm-up" in said
+    assert f"then between {min(ends[3:]):.3f} and {max(ends[3:]):.3f}" in said
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.table.json")), ids=lambda path: path.name)
