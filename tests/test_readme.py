@@ -166,7 +166,7 @@ def test_the_example_of_mdeq_runs():
 
 def test_the_sizes_of_mdeq_are_those_that_are_told():
     told = re.findall(r"^\| `(\S+)`[^|]*\|[^|]*\| ([\d,]+)", (ROOT / "docs" / "mdeq.md").read_text(), re.M)
-    assert len(told) == 8
+    assert len(told) == 10
     for name, count in told:
         head = "segmentation" if name.startswith("cityscapes") else "classification"
         classes = {"cifar10": 10, "imagenet": 1000, "cityscapes": 19}[name.partition("-")[0]]
@@ -202,6 +202,20 @@ def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_meas
     for name in ("figure2", "figure2-fc"):
         for run in json.loads((folder / f"{name}.json").read_text())["runs"]:
             assert run["summary"]["forward"] == {"auto above best": 0, "not converged": 0}
+
+
+def test_what_is_said_of_figure_6_is_what_was_measured():
+    said = " ".join((ROOT / "results" / "README.md").read_text().split())
+    cifar, camvid = json.loads((ROOT / "results" / "mdeq" / "figure6.json").read_text())["runs"]
+    first, second, third = cifar["summary"]["Broyden, trained"].values()
+    ends = [cifar["curves"][f"{solver}, trained"]["mean"][-1] for solver in ("Broyden", "plain iteration")]
+    assert f"after {first}, {second} and {third} evaluations of f by Broyden's method" in said
+    assert f"ends at {ends[0]:.1e} after 50; plain iteration ends at {ends[1]:.3f}" in said
+    assert f"takes {camvid['summary']['Broyden, trained']['0.1']} evaluations to 0.1" in said
+    assert min(camvid["curves"]["plain iteration, trained"]["mean"]) > 0.5
+    for run in (cifar, camvid):
+        for solver in ("Broyden", "plain iteration"):
+            assert min(run["curves"][f"{solver}, at initialisation"]["mean"]) > 0.2
 
 
 def test_what_is_said_of_figure_4a_is_what_was_measured():
