@@ -54,11 +54,21 @@ def reproduce_table(
     rows(source, budget, changes)  # every row's mistakes show before the first one trains
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
-        asked = str(Path(name).resolve()) if source.folder else name
-        data = [str(path.resolve()) for path in folders]
-        write_json(folder / "reproduce.json", {"name": asked, "budget": budget, "changes": list(changes), "data": data})
+        write_json(folder / "reproduce.json", asked_for(name, source, budget, changes, folders))
     machine.wait()
     return continue_table(folder, machine)
+
+
+def asked_for(
+    name: str, source: Source, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
+) -> dict[str, Any]:
+    """What a table or a figure was asked for with, to continue it from anywhere."""
+    return {
+        "name": str(Path(name).resolve()) if source.folder else name,
+        "budget": budget,
+        "changes": list(changes),
+        "data": [str(path.resolve()) for path in folders],
+    }
 
 
 def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
@@ -187,10 +197,8 @@ def draw_figure(
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         path = out or picture_in(folder, source)
-        asked = {"name": str(Path(name).resolve()) if source.folder else name, "budget": budget}
-        data = [str(place.resolve()) for place in folders]
-        asked |= {"changes": list(changes), "data": data, "out": str(path.resolve())}
-        write_json(folder / "figure.json", asked)
+        asked = asked_for(name, source, budget, changes, folders)
+        write_json(folder / "figure.json", {**asked, "out": str(path.resolve())})
     machine.wait()
     return continue_figure(folder, machine)
 
