@@ -18,6 +18,7 @@ from equipoise.models.opteq import SIZES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SAID = " ".join((ROOT / "results" / "README.md").read_text().split())  # of the results, wherever lines end
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 
@@ -102,9 +103,8 @@ def test_the_table_of_results_says_what_the_runs_say(path):
 def test_the_accuracies_of_every_epoch_are_those_of_the_log(name):
     log = (ROOT / "results" / f"{name}.log.jsonl").read_text().splitlines()
     epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
-    said = (ROOT / "results" / "README.md").read_text()
-    assert f"| accuracy | {' | '.join(format(epoch['test']['accuracy'], '.2%') for epoch in epochs)} |" in said
-    assert f"| minutes | {' | '.join(format(epoch['seconds'] / 60, '.0f') for epoch in epochs)} |" in said
+    assert f"| accuracy | {' | '.join(format(epoch['test']['accuracy'], '.2%') for epoch in epochs)} |" in SAID
+    assert f"| minutes | {' | '.join(format(epoch['seconds'] / 60, '.0f') for epoch in epochs)} |" in SAID
 
 
 def test_the_residuals_of_mdeq_are_those_of_the_log():
@@ -113,17 +113,15 @@ def test_the_residuals_of_mdeq_are_those_of_the_log():
     solves = [solve for epoch in epochs for part in ("train", "test") for solve in epoch[part]["solver"].values()]
     assert {result for solve in solves for result in solve["results"]} == {"MAX_STEPS"}
     ends = [epoch["test"]["solver"]["forward"]["residual"]["median"] for epoch in epochs]
-    said = " ".join((ROOT / "results" / "README.md").read_text().split())
-    assert f"a residual of {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} in the warm-up" in said
-    assert f"then between {min(ends[3:]):.3f} and {max(ends[3:]):.3f}" in said
+    assert f"a residual of {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} in the warm-up" in SAID
+    assert f"then between {min(ends[3:]):.3f} and {max(ends[3:]):.3f}" in SAID
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.table.json")), ids=lambda path: path.name)
 def test_the_tables_say_what_was_measured(path):
-    said = (ROOT / "results" / "README.md").read_text()
     for row in json.loads(path.read_text())["rows"]:
         measured = f"{row['measured']:.2%} ± {row['spread']:.2%}"
-        assert f"| {row['label']} | {row['parameters']:,} | {measured} |" in said
+        assert f"| {row['label']} | {row['parameters']:,} | {measured} |" in SAID
 
 
 def test_the_commonest_class_of_camvid_is_worth_what_is_told():
@@ -135,11 +133,10 @@ def test_the_commonest_class_of_camvid_is_worth_what_is_told():
     masks = [split.read(torch.arange(len(split)))[1].flatten().long() for split in (data.train, data.test)]
     train, test = (torch.bincount(mask[mask < classes], minlength=classes).double() for mask in masks)
     share = (test[train.argmax()] / test.sum()).item()
-    said = " ".join((ROOT / "results" / "README.md").read_text().split())
     told = (
         f"{data.class_names[train.argmax()]}, gives a mean IoU of {share / classes:.2%} and {share:.2%} of the pixels"
     )
-    assert told in said
+    assert told in SAID
 
 
 def score(test):
@@ -195,40 +192,49 @@ def test_the_sizes_of_opteq_are_those_that_are_told():
 
 
 def test_what_is_said_of_the_certificate_and_the_automatic_step_is_what_was_measured():
-    folder, said = ROOT / "results" / "mondeq", " ".join((ROOT / "results" / "README.md").read_text().split())
+    folder = ROOT / "results" / "mondeq"
     certified = json.loads((folder / "mnist-fc-certified.json").read_text())
     assert certified["violations"] == 0
-    assert f"none of {certified['inside']} attacks inside a certified radius succeeded" in said
+    assert f"none of {certified['inside']} attacks inside a certified radius succeeded" in SAID
     for name in ("figure2", "figure2-fc"):
         for run in json.loads((folder / f"{name}.json").read_text())["runs"]:
             assert run["summary"]["forward"] == {"auto above best": 0, "not converged": 0}
 
 
 def test_what_is_said_of_figure_6_is_what_was_measured():
-    said = " ".join((ROOT / "results" / "README.md").read_text().split())
     cifar, camvid = json.loads((ROOT / "results" / "mdeq" / "figure6.json").read_text())["runs"]
     first, second, third = cifar["summary"]["Broyden, trained"].values()
     ends = [cifar["curves"][f"{solver}, trained"]["mean"][-1] for solver in ("Broyden", "plain iteration")]
-    assert f"after {first}, {second} and {third} evaluations of f by Broyden's method" in said
-    assert f"ends at {ends[0]:.1e} after 50; plain iteration ends at {ends[1]:.3f}" in said
-    assert f"takes {camvid['summary']['Broyden, trained']['0.1']} evaluations to 0.1" in said
+    assert f"after {first}, {second} and {third} evaluations of f by Broyden's method" in SAID
+    assert f"ends at {ends[0]:.1e} after 50; plain iteration ends at {ends[1]:.3f}" in SAID
+    assert f"takes {camvid['summary']['Broyden, trained']['0.1']} evaluations to 0.1" in SAID
     assert min(camvid["curves"]["plain iteration, trained"]["mean"]) > 0.5
     for run in (cifar, camvid):
         for solver in ("Broyden", "plain iteration"):
             assert min(run["curves"][f"{solver}, at initialisation"]["mean"]) > 0.2
 
 
+def test_what_is_said_of_figure_3a_is_what_was_measured():
+    measured = json.loads((ROOT / "results" / "opteq" / "figure3a.json").read_text())
+    (run,), places = measured["runs"], [measured["eps"].index(size) for size in (0.1, 0.3)]
+    found, noise = (
+        " and ".join(f"{run['accuracy'][kind]['mean'][i]:.1%}" for i in places)
+        for kind in ("reconstructed", "bernoulli")
+    )
+    assert f"Of {run['samples']:,} test images it gets {run['clean accuracy']:.1%} right as they are" in SAID
+    assert f"by 0.1 and 0.3 that is {found}, where noise of the same size leaves {noise}" in SAID
+
+
 def test_what_is_said_of_figure_4a_is_what_was_measured():
-    said = " ".join((ROOT / "results" / "README.md").read_text().split())
     panels = json.loads((ROOT / "results" / "opteq" / "figure4a.json").read_text())["run"]["panels"]
     smooth, hard = (
         next(p["curves"] for p in panels if (p["solver"], p["sign"]) == ("Anderson", sign))
         for sign in ("smooth", "hard")
     )
     *counts, never = [curve["reached"]["1e-09"] for curve in smooth.values()]
-    assert f"below 1e-9 after {', '.join(map(str, counts[:-1]))} and {counts[-1]} evaluations for λ = 0," in said
+    assert f"below 1e-9 after {', '.join(map(str, counts[:-1]))} and {counts[-1]} evaluations for λ = 0," in SAID
     assert never is None
     floors = [hard[name]["median"][-1] for name in ("1/C = 0.0625", "0.1")]
-    assert f"stays at {floors[0]:.0e} for λ = 1/C and at {floors[1]:.0e} for 0.1" in said
+    assert f"stays at {floors[0]:.0e} for λ = 1/C and at {floors[1]:.0e} for 0.1" in SAID
     assert hard["0.01"]["high"][-1] > 1e-5
     assert min(min(panel["curves"]["1"]["low"]) for panel in panels) > 0.1
