@@ -1,11 +1,11 @@
 """Keeping an equilibrium solvable: how contractive f is, penalties and constraints that make it so, dropout that fits.
 
-Layers here derive their weight or mask once per solve (:mod:`equipoise.scope`) and keep nothing between solves.
+Layers here derive their weight or mask once per solve (:mod:`equipoise.scope`). Nothing that depends on a weight is
+used again when that has changed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.implicit import gradients, isolated, recorded
+from equipoise.norms import conv2d_norm_bound, frequency_grid, largest_block, operator_norm_bound
 from equipoise.problem import FunctionProblem
 from equipoise.scope import once_per_solve
 
@@ -112,80 +113,6 @@ def fresh_direction(V: Tensor, generator: torch.Generator | None) -> Tensor:
     return normalised(w)[0]
 
 
-def operator_norm_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """An upper bound of the largest singular value of the (..., m, n) matrices, tight within n^(1/2^(iterations+1)).
-
-    Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k). Never below the norm, unlike power
-    iteration, deterministic and differentiable.
-
-    Reference: B. Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration"
-    (2023), theorem 2.
-    """
-    gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
-    largest = gram.abs().amax(dim=(-2, -1))
-    scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    gram = gram / scale[..., None, None]
-    log_bound = scale.log()
-    for k in range(iterations):
-        # Rescaled at every step, or the powers would overflow; the scales are collected in the logarithm.
-        size = torch.where(largest == 0, 1.0, frobenius(gram))
-        log_bound = log_bound + size.log() / 2**k
-        gram = gram / size[..., None, None]
-        gram = gram.mH @ gram
-    size = torch.where(largest == 0, 1.0, frobenius(gram))
-    rounding = 1 + 32 * torch.finfo(log_bound.dtype).eps  # of the sums above, so that the bound stays one
-    bound = rounding * (log_bound + size.log() / 2**iterations).exp()
-    return torch.where(largest == 0, 0.0, bound)
-
-
-def frobenius(matrix: Tensor) -> Tensor:
-    """The Frobenius norm; of real numbers, since torch's of complex ones is forty times slower."""
-    return torch.linalg.matrix_norm(torch.view_as_real(matrix).flatten(-2) if matrix.is_complex() else matrix)
-
-
-def conv2d_norm_bound(kernel: Tensor, size: tuple[int, int], iterations: int = 6) -> Tensor:
-    """An upper bound of the operator norm of a stride-1 convolution on zero-padded images of ``size``.
-
-    Zero padding is a restriction of the circular convolution on the grid enlarged by the kernel, which the DFT
-    block-diagonalises.
-    """
-    grid = [n + k - 1 for n, k in zip(size, kernel.shape[2:], strict=True)]
-    blocks = torch.fft.rfft2(kernel, s=grid).permute(2, 3, 0, 1).flatten(0, 1)
-    return operator_norm_bound(blocks[largest_norm(blocks, iterations)], iterations)
-
-
-@torch.no_grad()
-def largest_norm(blocks: Tensor, iterations: int) -> Tensor:
-    """Which of the (count, m, n) complex matrices has the largest :func:`operator_norm_bound`.
-
-    Matrices drop out as soon as an upper bound of theirs is below a lower one of another: few are left after two or
-    three iterations, and only the one that is found has to be differentiated.
-    """
-    gram = blocks if blocks.shape[1] >= blocks.shape[2] else blocks.mH
-    real, imaginary = gram.real, gram.imag
-    largest = torch.maximum(real.abs().max(), imaginary.abs().max())
-    if not bool(largest.isfinite()):
-        return torch.zeros((), dtype=torch.long, device=blocks.device)
-    scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    real, imaginary = real / scale, imaginary / scale  # or squares would overflow
-    left, log_bound = torch.arange(len(blocks), device=blocks.device), real.new_zeros(len(blocks))
-    for k in range(iterations + 1):
-        stacked = torch.cat([real, imaginary], dim=1)
-        size = torch.linalg.matrix_norm(stacked)
-        log_bound = log_bound + size.clamp(min=torch.finfo(size.dtype).tiny).log() / 2**k
-        if k == iterations:
-            break
-        # ||G||_F is at most sqrt(n) ||G||_2.
-        kept = (log_bound >= log_bound.max() - math.log(gram.shape[2]) / 2 ** (k + 1)).nonzero().squeeze(1)
-        left, log_bound, size = left[kept], log_bound[kept], size[kept]
-        stacked = stacked[kept] / torch.where(size == 0, 1.0, size)[:, None, None]
-        real, imaginary = stacked.chunk(2, dim=1)
-        # (A + i B)^H (A + i B) by real products, which are many times faster in batches.
-        cross = real.mT @ imaginary
-        real, imaginary = stacked.mT @ stacked, cross - cross.mT
-    return left[log_bound.argmax()]
-
-
 class VariationalDropout(nn.Module):
     """Dropout with one mask per solve, so that f stays a function of z; identity in eval mode.
 
@@ -277,6 +204,7 @@ class SpectralNorm(nn.Module):
         if not bound > 0:
             raise ValueError(f"bound is {bound}; it must be above 0.")
         self.bound, self.always = bound, always
+        self.known: tuple[Tensor, tuple[int, int], Tensor] | None = None  # a kernel, a size, their largest block
 
     def weight(self, size: tuple[int, int] | None = None) -> Tensor:
         """The constrained weight; a convolution needs the ``size`` of its images."""
@@ -285,10 +213,18 @@ class SpectralNorm(nn.Module):
     def derive(self, size: tuple[int, int] | None) -> Tensor:
         raw = self.layer.weight
         with torch.autocast(raw.device.type, enabled=False):  # a bound in low precision is none
-            norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size)
+            norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size, angles=self.angles(size))
         if self.always:
             return raw * (self.bound / torch.where(norm == 0, 1.0, norm))
         return raw * (self.bound / norm.clamp(min=self.bound))
+
+    def angles(self, size: tuple[int, int]) -> Tensor:
+        """Those of the largest block; searched for, which takes most of the time, only if the kernel has changed."""
+        kernel = self.layer.weight
+        if self.known is None or self.known[1] != size or not same(self.known[0], kernel):
+            found = largest_block(kernel, frequency_grid(kernel, size)[0])
+            self.known = (kernel.detach().clone(), size, found)
+        return self.known[2]
 
     def forward(self, x: Tensor) -> Tensor:
         size = (x.shape[-2], x.shape[-1]) if isinstance(self.layer, nn.Conv2d) else None
@@ -312,6 +248,11 @@ class SpectralNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"bound={self.bound}, always={self.always}"
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in every number, which takes no time beside what it saves; a counter of changes can be gone around."""
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def supported(layer: Any) -> Any:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.layout import leaves, rebuild
+from equipoise.norms import conv2d_norm_bound, operator_norm_bound
 from equipoise.operators import MonotoneConv2d, MonotoneLinear
 from equipoise.operators.base import is_leaf, tree
 from equipoise.solvers import DouglasRachford, ForwardBackward, PeacemanRachford
 from equipoise.solvers.splitting import SplittingSolver
-from equipoise.stability import conv2d_norm_bound, operator_norm_bound
 from equipoise.tolerance import Tolerance
 
 TIGHT = Tolerance(relative=1e-6, max_steps=1000)

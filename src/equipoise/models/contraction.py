@@ -14,7 +14,8 @@ from torch import Tensor
 
 from equipoise.models.branches import Branches
 from equipoise.models.modes import evaluating
-from equipoise.stability import conv2d_norm_bound, spectral_radius
+from equipoise.norms import conv2d_norm_bound
+from equipoise.stability import spectral_radius
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equipoise.norms import operator_norm_bound
 from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.scope import once_per_solve
-from equipoise.stability import operator_norm_bound
 
 KERNEL = 3
 BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)
