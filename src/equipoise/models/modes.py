@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.gradients import ImplicitGradient, PhantomGradient
+
+if TYPE_CHECKING:
+    from equipoise.models.branches import Branches
 
 
 @contextmanager
@@ -21,6 +25,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def unperturbed(cell: Branches) -> Iterator[None]:
+    """Branches as they are for a while, whatever perturbs them otherwise."""
+    mode, cell.perturb = cell.perturb, "off"
+    try:
+        yield
+    finally:
+        cell.perturb = mode
 
 
 @contextmanager

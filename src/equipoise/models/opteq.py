@@ -23,6 +23,7 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.models.branches import Branches
 from equipoise.models.contraction import Contraction, contraction_of
 from equipoise.models.hidden import Verification, refuse_perturbed, verification_of
+from equipoise.models.modes import unperturbed
 from equipoise.models.normalize import Normalize
 from equipoise.models.ring import Images, Ring
 from equipoise.models.sizes import sized
@@ -143,10 +144,10 @@ class BranchModel(nn.Module, ABC):
 
     def read(self, z: Images) -> Tensor:
         """Logits, from z on: the branches' averages over the image, normalised and weighed."""
-        averages = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
-        if self.training and len(averages) == 1:  # a single image has no variance: by what was seen before it
-            return self.head(F.batch_norm(averages, self.norm.running_mean, self.norm.running_var))
-        return self.head(self.norm(averages))
+        seen = averages(z)
+        if self.training and len(seen) == 1:  # a single image has no variance: by what was seen before it
+            return self.head(F.batch_norm(seen, self.norm.running_mean, self.norm.running_var))
+        return self.head(self.norm(seen))
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
         """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.
@@ -356,3 +357,20 @@ class MOptEq(BranchModel):
             perturbation=perturbation,
             perturb=perturb,
         )
+
+    def classify(self, g: Tensor) -> Tensor:
+        """Logits, from g on.
+
+        Branches that are perturbed in training only have averages in evaluation that the head has not seen: what it
+        normalises by then is gathered from unperturbed ones, which takes one more solve, without gradients.
+        """
+        if self.cell.perturb != "train" or not self.cell.perturbed or len(g) == 1:
+            return super().classify(g)
+        with torch.no_grad(), unperturbed(self.cell):
+            super().classify(g)
+        return self.head(F.batch_norm(averages(self.branches(g)), None, None, training=True))
+
+
+def averages(z: Images) -> Tensor:
+    """Of every channel over the image, all branches side by side: (batch, channels)."""
+    return torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
