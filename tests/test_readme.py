@@ -124,6 +124,16 @@ def test_the_tables_say_what_was_measured(path):
         assert f"| {row['label']} | {row['parameters']:,} | {measured} |" in SAID
 
 
+def test_what_coupling_is_worth_after_an_epoch_is_lost_among_the_seeds():
+    rows = json.loads((ROOT / "results" / "opteq" / "reduced.table.json").read_text())["rows"]
+    alike = [row for row in rows if row["parameters"] == 17_162 and "perturbed" not in row["label"]]
+    accuracies = [row["measured"] for row in alike]
+    assert len(alike) == 4
+    assert max(accuracies) - min(accuracies) < min(row["spread"] for row in alike)
+    conv = next(row for row in rows if row["label"] == "POptEq, conv")
+    assert conv["measured"] - conv["spread"] > max(row["measured"] + row["spread"] for row in rows if row is not conv)
+
+
 def test_the_commonest_class_of_camvid_is_worth_what_is_told():
     try:
         data = load("camvid", folders=[ROOT.parent / "shared" / "data"], validation=0)
