@@ -224,6 +224,24 @@ def test_what_is_said_of_figure_6_is_what_was_measured():
             assert min(run["curves"][f"{solver}, at initialisation"]["mean"]) > 0.2
 
 
+def test_what_is_said_of_figure_7_is_what_was_measured():
+    several, single = json.loads((ROOT / "results" / "mdeq" / "figure7.json").read_text())["runs"]
+    scales = [several["curves"][name]["mean"] for name in ("8x8", "16x16", "32x32")]
+    alone = single["curves"]["32x32"]["mean"]
+    in_order = from_when_on([fine > middle > coarse for coarse, middle, fine in zip(*scales, strict=True)])
+    ahead = from_when_on([max(of) < other for *of, other in zip(*scales, alone, strict=True)])
+    ends = [f"{curve[-1]:.1e}" for curve in (*scales, alone)]
+    assert f"lower resolutions first from evaluation {in_order} on" in SAID
+    assert f"ends at {ends[0]}, {ends[1]} and {ends[2]} after 30" in SAID
+    assert f"falls behind all of them at evaluation {ahead}" in SAID
+    assert f"ends at {ends[3]}" in SAID
+
+
+def from_when_on(holds):
+    """The first place, counted from 1, after which something always holds."""
+    return len(holds) + 1 - next((i for i, held in enumerate(reversed(holds)) if not held), len(holds))
+
+
 def test_what_is_said_of_figure_3a_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "figure3a.json").read_text())
     (run,), places = measured["runs"], [measured["eps"].index(size) for size in (0.1, 0.3)]
