@@ -27,6 +27,7 @@ ROOMS = [
     "implicit",
     "gradients",
     "fixed_point",
+    "norms",
     "stability",
     "diagnose",
     "operators",
