@@ -22,8 +22,7 @@ def operator_norm_bound(matrix: Tensor, iterations: int = ITERATIONS) -> Tensor:
     Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k). Never below the norm, unlike power
     iteration, deterministic and differentiable.
 
-    Reference: B. Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration"
-    (2023), theorem 2.
+    Reference: theorem 2 of the paper named above.
     """
     gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
     largest = gram.abs().amax(dim=(-2, -1))
@@ -129,7 +128,7 @@ def largest_block(kernel: Tensor, grid: tuple[int, ...], iterations: int = ITERA
 
 
 def tap_angles(kernel: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """2 pi (frequency times tap) over the grid: (frequency, tap), in float64, which not every device has.
+    """2 pi (frequency times tap) over the grid: (frequency, tap), on the CPU: not every device has float64.
 
     Half of the columns are enough, since the kernel is real and the others have the conjugate blocks.
     """
