@@ -109,22 +109,28 @@ def largest_block(kernel: Tensor, grid: tuple[int, ...], iterations: int = ITERA
     for start in range(0, len(waves), few):
         part = waves[start : start + few]
         stacked = (part.flatten(0, 1) @ flat).view(len(part), -1, n)  # real parts above imaginary ones
-        left = torch.arange(start, start + len(part), device=kernel.device)
-        log_bound = stacked.new_zeros(len(part))
-        for k in range(iterations + 1):
-            size = torch.linalg.vector_norm(stacked.flatten(1), dim=1)
-            log_bound = log_bound + size.clamp(min=torch.finfo(size.dtype).tiny).log() / 2**k
-            # ||G||_F is at most sqrt(n) ||G||_2; and bounds only fall.
-            floor = max(best, float(log_bound.max()) - math.log(n) / 2 ** (k + 1))
-            kept = log_bound >= floor
-            left, log_bound, size, stacked = left[kept], log_bound[kept], size[kept], stacked[kept]
-            if k == iterations or not len(left):
-                break
-            stacked = gram_matrices(stacked / torch.where(size == 0, 1.0, size)[:, None, None])
-        if len(left):
-            top = int(log_bound.argmax())
-            best, found = float(log_bound[top]), int(left[top])
+        log_bound, place = largest_above(best, stacked, iterations)
+        if log_bound > best:
+            best, found = log_bound, start + place
     return angles[found]
+
+
+def largest_above(best: float, stacked: Tensor, iterations: int) -> tuple[float, int]:
+    """The largest log of the bounds of some blocks, and whose it is; minus infinity if all are below ``best``."""
+    n, left = stacked.shape[2], torch.arange(len(stacked), device=stacked.device)
+    log_bound = stacked.new_zeros(len(stacked))
+    for k in range(iterations + 1):
+        size = torch.linalg.vector_norm(stacked.flatten(1), dim=1)
+        log_bound = log_bound + size.clamp(min=torch.finfo(size.dtype).tiny).log() / 2**k
+        # ||G||_F is at most sqrt(n) ||G||_2; and bounds only fall.
+        kept = log_bound >= max(best, float(log_bound.max()) - math.log(n) / 2 ** (k + 1))
+        left, log_bound, size, stacked = left[kept], log_bound[kept], size[kept], stacked[kept]
+        if not len(left):
+            return -math.inf, 0
+        if k < iterations:
+            stacked = gram_matrices(stacked / torch.where(size == 0, 1.0, size)[:, None, None])
+    top = int(log_bound.argmax())
+    return float(log_bound[top]), int(left[top])
 
 
 def tap_angles(kernel: Tensor, grid: tuple[int, ...]) -> Tensor:
