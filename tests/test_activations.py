@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from equipoise.operators.activations import (
     BLOCK,
+    ELU,
     NAMES,
     REFUSED,
+    Arctan,
     BorderZero,
     HardTanh,
     LeakyReLU,
@@ -30,11 +32,28 @@ from equipoise.operators.activations import (
 from equipoise.solvers.structure import Diagonal
 
 DOUBLE = torch.float64
-SMOOTH = [Tanh(), Sigmoid(), Softplus()]
-KINKED = [ReLU(), LeakyReLU(), LeakyReLU(slope=0.7), HardTanh(), SoftThreshold(), SoftThreshold(threshold=1.3)]
+SMOOTH = [Tanh(), Arctan(), ELU(), Sigmoid(), Softplus()]
+KINKED = [
+    ReLU(),
+    LeakyReLU(),
+    LeakyReLU(slope=0.7),
+    ELU(scale=0.3),
+    HardTanh(),
+    SoftThreshold(),
+    SoftThreshold(threshold=1.3),
+]
 ACTIVATIONS = SMOOTH + KINKED
-KINKS = {ReLU: [0.0], LeakyReLU: [0.0], HardTanh: [-1.0, 1.0], SoftThreshold: [-0.5, 0.5, -1.3, 1.3]}
-DOMAINS = {ReLU: (0, math.inf), HardTanh: (-1, 1), Tanh: (-1, 1), Sigmoid: (0, 1), Softplus: (0, math.inf)}
+KINKS = {ReLU: [0.0], LeakyReLU: [0.0], ELU: [0.0], HardTanh: [-1.0, 1.0], SoftThreshold: [-0.5, 0.5, -1.3, 1.3]}
+DOMAINS = {
+    ReLU(): (0, math.inf),
+    ELU(): (-1, math.inf),
+    ELU(scale=0.3): (-0.3, math.inf),
+    HardTanh(): (-1, 1),
+    Tanh(): (-1, 1),
+    Arctan(): (-math.pi / 2, math.pi / 2),
+    Sigmoid(): (0, 1),
+    Softplus(): (0, math.inf),
+}
 ALPHAS = [1e-4, 0.03, 0.5, 1.0, 1.5, 20.0, 1e4]
 
 every = pytest.mark.parametrize("act", ACTIVATIONS, ids=repr)
@@ -49,7 +68,7 @@ lists = st.lists(points, min_size=1, max_size=20).map(lambda numbers: torch.tens
 
 
 def domain(act):
-    return DOMAINS.get(type(act), (-math.inf, math.inf))
+    return DOMAINS.get(act, (-math.inf, math.inf))
 
 
 def inside(act, count=201):
@@ -102,12 +121,15 @@ def test_prox_satisfies_the_optimality_condition(act, x, alpha):
 
 EXACT = {
     Tanh(): (mp.tanh, lambda p: mp.sech(p) ** 2),
+    Arctan(): (mp.atan, lambda p: 1 / (1 + p * p)),
+    ELU(): (lambda p: p if p > 0 else mp.expm1(p), lambda p: 1 if p > 0 else mp.exp(p)),
+    ELU(scale=0.3): (lambda p: p if p > 0 else 0.3 * mp.expm1(p), lambda p: 1 if p > 0 else 0.3 * mp.exp(p)),
     Sigmoid(): (lambda p: 1 / (1 + mp.exp(-p)), lambda p: 1 / (2 * mp.cosh(p / 2)) ** 2),
     Softplus(): (lambda p: mp.log1p(mp.exp(p)), lambda p: 1 / (1 + mp.exp(-p))),
 }
 
 
-@smooth
+@pytest.mark.parametrize("act", EXACT, ids=repr)
 @pytest.mark.parametrize("alpha", [alpha for alpha in ALPHAS if alpha != 1])
 def test_prox_of_a_smooth_activation_is_right_to_rounding(act, alpha):
     """Against bisection in 60 digits: relative to z, up to what rounding of x alone would do."""
@@ -125,8 +147,8 @@ def test_prox_of_a_smooth_activation_is_right_to_rounding(act, alpha):
                 middle = (low + high) / 2
                 low, high = (middle, high) if phi(middle) < number else (low, middle)
             z, slope = s(low), derivative(low)
-            if z < 1e-30 and act != Tanh():
-                assert 0 <= double <= 1e-29  # it underflows in float32
+            if abs(z) < 1e-30:
+                assert abs(double) <= 1e-29  # it underflows in float32
                 continue
             noise = abs(z) + abs(number) * slope / (slope + alpha * (1 - slope))
             assert abs(single - z) <= 4 * torch.finfo(torch.float32).eps * noise, (number, single)
@@ -358,6 +380,9 @@ def test_diagonal_is_its_own_derivative_and_can_be_narrowed():
         (torch.relu, ReLU()),
         (F.relu, ReLU()),
         (torch.tanh, Tanh()),
+        (torch.arctan, Arctan()),
+        (F.elu, ELU()),
+        (nn.ELU(0.4), ELU(scale=0.4)),
         (torch.sigmoid, Sigmoid()),
         (F.softplus, Softplus()),
         (F.leaky_relu, LeakyReLU()),
@@ -397,7 +422,7 @@ UNWRITTEN = "it is a proximal map, but one whose prox\\^alpha is not written her
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ("rellu", ValueError, r"there is no activation 'rellu'; did you mean 'relu'\? known: relu, leaky-relu, tanh"),
+        ("rellu", ValueError, r"there is no activation 'rellu'; did you mean 'relu'\? known: relu, leaky-relu, elu"),
         ("leaky_relu", ValueError, "did you mean 'leaky-relu'"),
         ("ReLU", ValueError, "there is no activation 'ReLU'; .*known: relu"),
         ("GELU", ValueError, f"activation is 'GELU'; it is not a proximal map: {NEITHER}"),
@@ -410,8 +435,7 @@ UNWRITTEN = "it is a proximal map, but one whose prox\\^alpha is not written her
         (nn.Hardswish(), ValueError, NEITHER),
         (nn.SELU(), ValueError, "not a proximal map: its slope exceeds 1 near 0"),
         (nn.Hardshrink(), ValueError, "it jumps.*soft-threshold"),
-        (nn.ELU(), ValueError, "a proximal map while its own alpha is at most 1"),
-        (F.elu, ValueError, "a proximal map while its own alpha is at most 1"),
+        (nn.ELU(1.5), ValueError, "ELU.scale is 1.5; it must be a number above 0 and at most 1"),
         (nn.CELU(), ValueError, UNWRITTEN),
         (nn.LogSigmoid(), ValueError, UNWRITTEN),
         (nn.ReLU6(), ValueError, UNWRITTEN),
@@ -450,7 +474,6 @@ def test_what_is_no_proximal_activation_is_refused(given, error, words):
         "mish",
         "hardswish",
         "selu",
-        "elu",
         "celu",
         "softsign",
         "logsigmoid",

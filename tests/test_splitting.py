@@ -24,13 +24,15 @@ SPECS = {
 ACTIVATIONS = {
     "relu": (ops.ReLU(), torch.relu),
     "leaky-relu": (ops.LeakyReLU(slope=0.3), functools.partial(F.leaky_relu, negative_slope=0.3)),
+    "elu": (ops.ELU(), F.elu),
     "tanh": (ops.Tanh(), torch.tanh),
+    "arctan": (ops.Arctan(), torch.arctan),
     "sigmoid": (ops.Sigmoid(), torch.sigmoid),
     "softplus": (ops.Softplus(), F.softplus),
     "soft-threshold": (ops.SoftThreshold(threshold=0.2), functools.partial(F.softshrink, lambd=0.2)),
     "hard-tanh": (ops.HardTanh(), F.hardtanh),
 }
-SMOOTH = ["tanh", "sigmoid", "softplus"]
+SMOOTH = ["elu", "tanh", "arctan", "sigmoid", "softplus"]
 SOLVERS = {
     "fb": eq.ForwardBackward(),
     "pr": eq.PeacemanRachford(),

@@ -1,6 +1,8 @@
 """Monotone linear operators with adjoint and resolvent, proximal activations, and the equilibrium they define."""
 
 from equipoise.operators.activations import (
+    ELU,
+    Arctan,
     BorderZero,
     HardTanh,
     LeakyReLU,
@@ -19,6 +21,8 @@ from equipoise.operators.multitier import MonotoneMultiTier
 from equipoise.operators.problem import MonotoneProblem
 
 __all__ = [
+    "ELU",
+    "Arctan",
     "BorderZero",
     "HardTanh",
     "LeakyReLU",

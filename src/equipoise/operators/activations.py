@@ -228,6 +228,79 @@ class Tanh(SmoothActivation):
 
 
 @options
+class Arctan(SmoothActivation):
+    """arctan(x): f(z) = -log(cos(z)) - z^2 / 2 between -pi/2 and pi/2."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.arctan(x)
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        # Asymptotes: s = -pi/2 and s = pi/2; the tangent at 0, where s turns from convex to concave: p = x.
+        shift = (1 - alpha) * math.pi / 2
+        low, high = (x + shift) / alpha, (x - shift) / alpha
+        return x.clamp(low, high) if alpha > 1 else x.clamp(high, low)
+
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s, square = torch.arctan(p), p * p
+        gap = p - s
+        if alpha > 1:  # Gauss: arctan(p) = p / (1 + q), q = p^2 / (3 + 4 p^2 / (5 + 9 p^2 / (7 + ...)))
+            q = torch.zeros_like(p)
+            for n in range(13, 0, -1):
+                q = n * n * square / (2 * n + 1 + q)
+            gap = torch.where(square < 0.25, p * (q / (1 + q)), gap)
+        return s, gap, 1 / (1 + square), 1 / (1 + 1 / square)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return 1 / (1 + x.square())
+
+    def function(self, z: Tensor) -> Tensor:
+        # In float32 pi/2 is rounded up: its cosine is below 0.
+        return -z.cos().abs().log() - z.square() / 2 + indicator(z.abs() <= math.pi / 2, z)
+
+
+@options
+class ELU(SmoothActivation):
+    """x, and ``scale`` (exp(x) - 1) where negative: f(z) = (scale + z) log(1 + z / scale) - z - z^2 / 2 for z < 0.
+
+    Args:
+        scale: in (0, 1], torch's alpha; the slope left of 0. Above 1 it is not a proximal map.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self, "scale", above=0.0, at_most=1.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.elu(x, self.scale)
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        # The asymptote s = -scale, and the tangent of what is left of 0; right of 0, p = x.
+        asymptote, tangent = (x + self.scale * (1 - alpha)) / alpha, x / (alpha + self.scale * (1 - alpha))
+        return torch.where(x < 0, (torch.maximum if alpha > 1 else torch.minimum)(asymptote, tangent), x)
+
+    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        left = p.clamp(max=0)
+        grown = torch.expm1(left)
+        excess = grown - left
+        if alpha > 1:  # exp(p) - 1 - p = p^2 / 2 (1 + p / 3 (1 + p / 4 (...))), which needs no difference
+            series = torch.ones_like(p)
+            for n in range(15, 2, -1):
+                series = 1 + left / n * series
+            excess = torch.where(left > -0.5, left * left / 2 * series, excess)
+        s = torch.where(p > 0, p, self.scale * grown)
+        rest = torch.where(p > 0, 0.0, (1 - self.scale) - self.scale * grown)
+        return s, (1 - self.scale) * left - self.scale * excess, 1 - rest, rest
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, 1.0, self.scale * x.clamp(max=0).exp())
+
+    def function(self, z: Tensor) -> Tensor:
+        left = z.clamp(max=0)
+        return -self.scale * torch.special.entr(1 + left / self.scale) - left - left.square() / 2
+
+
+@options
 class Sigmoid(SmoothActivation):
     """1 / (1 + exp(-x)): f(z) = z log(z) + (1 - z) log(1 - z) - z^2 / 2 on [0, 1]."""
 
@@ -365,7 +438,9 @@ class BorderZero(ProximalActivation):
 NAMES: dict[str, type[ProximalActivation]] = {
     "relu": ReLU,
     "leaky-relu": LeakyReLU,
+    "elu": ELU,
     "tanh": Tanh,
+    "arctan": Arctan,
     "sigmoid": Sigmoid,
     "softplus": Softplus,
     "soft-threshold": SoftThreshold,
@@ -375,7 +450,10 @@ FUNCTIONS: dict[Callable[..., Any], type[ProximalActivation]] = {
     torch.relu: ReLU,
     F.relu: ReLU,
     F.leaky_relu: LeakyReLU,
+    F.elu: ELU,
     torch.tanh: Tanh,
+    torch.arctan: Arctan,
+    torch.atan: Arctan,
     F.tanh: Tanh,
     torch.sigmoid: Sigmoid,
     F.sigmoid: Sigmoid,
@@ -386,6 +464,7 @@ FUNCTIONS: dict[Callable[..., Any], type[ProximalActivation]] = {
 MODULES: dict[type[nn.Module], Callable[[Any], ProximalActivation | None]] = {
     nn.ReLU: lambda _: ReLU(),
     nn.LeakyReLU: lambda module: LeakyReLU(module.negative_slope),
+    nn.ELU: lambda module: ELU(module.alpha),
     nn.Tanh: lambda _: Tanh(),
     nn.Sigmoid: lambda _: Sigmoid(),
     nn.Softplus: lambda module: Softplus() if module.beta == 1 else None,
@@ -400,7 +479,6 @@ REFUSED = {
     **dict.fromkeys(("gelu", "silu", "swish", "mish", "hardswish"), NEITHER),
     "selu": "it is not a proximal map: its slope exceeds 1 near 0",
     "hardshrink": "it jumps, so it is the proximal map of no convex function; soft-threshold is the continuous one",
-    "elu": "it is a proximal map while its own alpha is at most 1, but one whose prox^alpha is not written here",
     **dict.fromkeys(("celu", "softsign", "logsigmoid", "tanhshrink", "hardsigmoid", "relu6"), UNWRITTEN),
     "identity": "the identity is LeakyReLU(slope=1.0) here",
     "prelu": "its slope is learned and may leave [0, 1]; that of LeakyReLU is fixed",
