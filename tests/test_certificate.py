@@ -439,6 +439,18 @@ def test_a_mistake_gets_a_sentence(run, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_certificate_of_something_else_is_no_certificate_of_radii(tmp_path, capsys):
+    """That of an OptEq is of its convergence."""
+    words = ["--budget", "smoke", "data={name='digits'}", "task.flip=false", "--runs", str(tmp_path)]
+    assert main(["train", "opteq/reduced-opteq", *words]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "opteq-reduced-opteq-001"), "--certify"]) == 2
+    told = capsys.readouterr().err
+    assert "the model 'opteq' of" in told
+    assert "has no certified radii: --certify is for 'mondeq'" in told
+    assert "Its own certificate() is of its convergence" in told
+
+
 def test_a_model_without_a_certificate_is_refused(tmp_path, capsys):
     assert not hasattr(ConvEquilibrium, "certificate")
     words = ["--budget", "smoke", "data.limit=64", "data.validation=0", "--runs", str(tmp_path)]

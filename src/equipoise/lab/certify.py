@@ -23,6 +23,7 @@ from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import parse_override
 from equipoise.lab.runs import Run
 from equipoise.models.certificate import Certificate, Certifier
+from equipoise.models.mondeq import MonDEQ
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
 from equipoise.validation import options, require
@@ -158,10 +159,11 @@ def certify_run(
     if machine.world > 1:
         raise ValueError("--certify runs in one process: leave torchrun out.")
     trained = open_trained(run, machine, weights)
-    if not hasattr(trained.model, "certificate"):
+    if not isinstance(trained.model, MonDEQ):
+        own = " Its own certificate() is of its convergence." if hasattr(trained.model, "certificate") else ""
         raise ValueError(
-            f"the model {trained.recipe.model.name!r} of {run.folder} has no certificate: --certify is for models of "
-            "which something is proven, such as 'mondeq'."
+            f"the model {trained.recipe.model.name!r} of {run.folder} has no certified radii: --certify is for "
+            f"'mondeq', of which they are proven.{own}"
         )
     found = certified(trained, samples_of(run, trained, folders, split, limit), trial)
     write_json(run.folder / "certified.json", {"split": split, "weights": trained.file.stem, **found.record()})
