@@ -19,6 +19,7 @@ from equipoise.models.branches import Branches
 from equipoise.models.hidden import gradient_at
 from equipoise.models.opteq import SIZES
 from equipoise.models.ring import Ring, carry, heritage
+from equipoise.tasks.augmented import AugmentedClassification
 
 # --- the truth: features as (pixels x channels) matrices, operators as dense ones -----------------------------------
 
@@ -133,6 +134,11 @@ def dilogarithm(y):
 ACTIVATIONS = {  # s, and f by section 4 where it has a derivative
     "leaky-relu": (lambda x: torch.where(x > 0, x, 0.01 * x), lambda y: (1 / 0.01 - 1) / 2 * y.clamp(max=0) ** 2),
     "tanh": (torch.tanh, lambda y: y * torch.atanh(y) + torch.log(1 - y**2) / 2 - y**2 / 2),
+    "arctan": (torch.atan, lambda y: -torch.log(torch.cos(y)) - y**2 / 2),
+    "elu": (
+        lambda x: torch.where(x > 0, x, torch.exp(x) - 1),
+        lambda y: torch.where(y < 0, (1 + y.clamp(max=0)) * torch.log(1 + y.clamp(max=0)) - y - y**2 / 2, 0.0),
+    ),
     "sigmoid": (torch.sigmoid, lambda y: y * torch.log(y) + (1 - y) * torch.log(1 - y) - y**2 / 2),
     "softplus": (lambda x: torch.log1p(torch.exp(x)), dilogarithm),
 }
@@ -279,10 +285,16 @@ def test_carry_to_and_fro_are_adjoint(high, low):
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_carry_by_whole_ratios_is_average_pooling_and_nearest_upsampling_divided(k):
+def test_carry_by_whole_ratios_is_average_pooling(k):
     z = randn(2, 3, 8, 4, seed=1)
     close([carry(z, (8 // k, 4 // k))], [F.avg_pool2d(z, k)])
-    close([carry(z, (8 * k, 4 * k))], [z.repeat_interleave(k, dim=2).repeat_interleave(k, dim=3) / k**2])
+
+
+@pytest.mark.parametrize("k", [2, 4, 41, 47])  # torch's "nearest" takes some wrong pixels from 41 on
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32])
+def test_carry_by_whole_ratios_is_nearest_upsampling_divided(k, dtype):
+    z = randn(2, 3, 8, 4, seed=1).to(dtype)
+    assert torch.equal(carry(z, (8 * k, 4 * k)), z.repeat_interleave(k, dim=2).repeat_interleave(k, dim=3) / k**2)
 
 
 def test_carry_refuses_what_it_cannot_average():
@@ -753,6 +765,24 @@ def test_verify_finds_a_stationary_point(options):
     assert f"{found.gradient.max():.1e}" in str(found)
 
 
+@pytest.mark.parametrize("kind", [eq.models.OptEq, eq.models.POptEq, eq.models.MOptEq])
+def test_objective_refuses_a_z_of_other_images(kind):
+    """A z of one image would be broadcast."""
+    model, images = model_of(kind), pictures(3)
+    z = model.branches(model.features(images))
+    for wrong in (tuple(part[:1] for part in z), z[0], z[1:], tuple(part[..., 1:] for part in z)):
+        with pytest.raises(ValueError, match="z has the shapes .*; it must have one tensor for each branch, of"):
+            model.objective(wrong, images)
+
+
+def test_objective_leaves_running_statistics_alone():
+    model, images = model_of().train(), pictures(3)
+    z = model.branches(model.features(images))
+    before = copy.deepcopy(model.state_dict())
+    model.objective(z, images).sum().backward()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("kind", [eq.models.OptEq, eq.models.POptEq])
 def test_verify_of_uncoupled_models(kind):
     assert model_of(kind).verify(pictures(3)).gradient.max() <= 1e-10
@@ -1216,6 +1246,42 @@ def test_what_evaluation_normalises_by_is_of_unperturbed_branches():
     assert one(images[:1]).isfinite().all()
 
 
+def test_the_solve_that_gathers_statistics_is_not_one_that_is_trained():
+    """It was counted as one, so that no more than half of the solves could ever fail."""
+    model, images = model_of(full=False, perturb="train", perturbation=1.0).train(), pictures(4)
+    model.equilibrium.tolerance, model.equilibrium.on_failure = eq.Tolerance(relative=1e-6, max_steps=8), "ignore"
+    seen = []
+    model.equilibrium.register_forward_hook(lambda module, given, z: seen.append(z))
+    with eq.watch_solves() as solves:
+        model(images).sum().backward()
+    assert len(solves) == len(seen) == 1
+    assert solves[0].backward is not None
+    loss, _ = AugmentedClassification(("a", "b", "c")).loss(model, (images, torch.tensor([0, 1, 2, 0])))
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("perturb", ["off", "always", "train"])
+def test_perturbed_or_not_the_head_normalises_as_its_norm_says(perturb):
+    model, images = model_of(full=False, perturb=perturb, perturbation=0.3).train(), pictures(4)
+    model.equilibrium.on_failure = "ignore"
+    before = model(images)
+    model.norm.eps = 1.0
+    changed = model(images)
+    model.norm.eval()
+    kept = copy.deepcopy(model.norm.state_dict())
+    frozen = model(images)
+    assert not torch.allclose(before, changed)
+    assert not torch.allclose(changed, frozen)
+    assert all(torch.equal(kept[name], value) for name, value in model.norm.state_dict().items())
+
+
+def test_a_single_image_is_normalised_as_in_evaluation():
+    model = model_of(full=False).train()
+    model.stem.eval()
+    model.norm.eps, image = 0.5, pictures(1)
+    close([model(image)], [model.eval()(image)])
+
+
 @each_order
 def test_a_perturbed_equilibrium_is_that_of_perturbed_inputs(order):
     """At the fixed point the perturbation is a constant: T without it, given U_i (g - delta), has the same."""
@@ -1342,6 +1408,7 @@ REFUSED = {
     "smoothing": ({"smoothing": 0}, "smoothing is 0; it must be a number above 0"),
     "order": ({"order": "seidel"}, "order is 'seidel'; allowed: 'gauss-seidel', 'jacobi'"),
     "perturb": ({"perturb": True}, "perturb is True; allowed: 'train', 'always', 'off'"),
+    "perturb one": ({"perturb": "train", "scales": (1,)}, "perturb is 'train', and there is one branch.*'off', or"),
     "perturbation": ({"perturbation": -1}, "perturbation is -1; it must be a number at least 0"),
     "gelu": ({"activation": "gelu"}, "activation is 'gelu'; it is not a proximal map.*Offered: relu"),
     "a module": ({"activation": nn.SiLU()}, "activation is SiLU.*not a proximal map.*Offered: relu"),
@@ -1367,7 +1434,7 @@ def test_refusals_of_fusion():
 
 
 def test_options_that_a_model_does_not_have_are_refused():
-    for name, option in (("opteq", "scales"), ("opteq", "diversity"), ("popteq", "heritage"), ("mopteq", "fusion")):
+    for name, option in (("opteq", "scales"), ("opteq", "order"), ("popteq", "heritage"), ("mopteq", "fusion")):
         with pytest.raises(TypeError, match=f"has no option '{option}'"):
             eq.create_model(name, shape=(3, 8, 8), classes=10, **{option: 1})
 

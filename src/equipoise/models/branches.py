@@ -81,6 +81,11 @@ class Branches(nn.Module):
         require(self, "perturb", among=MODES)
         if not self.sizes:
             raise ValueError("sizes is empty; there must be at least one branch.")
+        if perturb != "off" and len(self.sizes) == 1:
+            raise ValueError(
+                f"perturb is {perturb!r}, and there is one branch: each is perturbed by the one before it. Use "
+                "perturb='off', or more branches."
+            )
         for name in ("kernel", "injection_kernel"):
             require(self, name, at_least=1, whole=True)
             if getattr(self, name) % 2 == 0:
@@ -104,6 +109,16 @@ class Branches(nn.Module):
         if self.perturbed:
             return f"perturb is {self.perturb!r}; perturbed branches do not minimise one objective: perturb='off'."
         return None
+
+    def check(self, z: Images, batch: int) -> None:
+        """Refuse what is not one image of the right shape per sample and branch."""
+        wanted = [(batch, self.channels, *size) for size in self.sizes]
+        given = [tuple(part.shape) for part in z] if isinstance(z, tuple | list) else tuple(z.shape)
+        if given != wanted:
+            raise ValueError(
+                f"z has the shapes {given}; it must have one tensor for each branch, of the shapes {wanted}: "
+                "model.branches(model.features(images))."
+            )
 
     # What a solve is given
 

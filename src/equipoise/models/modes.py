@@ -1,4 +1,4 @@
-"""A model in another mode, or differentiated by another rule, for a while."""
+"""A model in another mode, differentiated by another rule, or without a memory, for a while."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.gradients import ImplicitGradient, PhantomGradient
@@ -35,6 +36,23 @@ def unperturbed(cell: Branches) -> Iterator[None]:
         yield
     finally:
         cell.perturb = mode
+
+
+@contextmanager
+def forgetful(model: nn.Module) -> Iterator[None]:
+    """What its BatchNorms see for a while leaves no trace in their running statistics.
+
+    They are given copies: to write the old numbers back would spoil a gradient that is still to be taken.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in kept:
+        setattr(norm, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer)
 
 
 @contextmanager

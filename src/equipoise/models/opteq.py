@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.fixed_point import Equilibrium
+from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.models.branches import Branches
 from equipoise.models.contraction import Contraction, contraction_of
 from equipoise.models.hidden import Verification, refuse_perturbed, verification_of
-from equipoise.models.modes import unperturbed
+from equipoise.models.modes import forgetful, unperturbed
 from equipoise.models.normalize import Normalize
 from equipoise.models.ring import Images, Ring
 from equipoise.models.sizes import sized
@@ -144,9 +144,9 @@ class BranchModel(nn.Module, ABC):
 
     def read(self, z: Images) -> Tensor:
         """Logits, from z on: the branches' averages over the image, normalised and weighed."""
-        seen = averages(z)
+        seen = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
         if self.training and len(seen) == 1:  # a single image has no variance: by what was seen before it
-            return self.head(F.batch_norm(seen, self.norm.running_mean, self.norm.running_var))
+            return self.head(F.batch_norm(seen, self.norm.running_mean, self.norm.running_var, eps=self.norm.eps))
         return self.head(self.norm(seen))
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
@@ -159,7 +159,9 @@ class BranchModel(nn.Module, ABC):
             >>> model.objective(z, images)
         """
         refuse_perturbed(self.cell)
-        inputs = self.cell.prepare(self.features(images))
+        self.cell.check(z, len(images))
+        with forgetful(self.stem):
+            inputs = self.cell.prepare(self.features(images))
         return self.cell.objective(self.cell.lift(z, *inputs), *inputs)
 
     def verify(self, images: Tensor, relative: float | None = None) -> Verification:
@@ -192,7 +194,7 @@ class OptEq(BranchModel):
         mean, std: of the images per channel.
         size: a name of ``SIZES``, of which a single branch is taken; every number of it can be given by itself as well:
         channels, kernel, injection_kernel, stem, downsamplings: see :class:`Size`; None is as the size says.
-        bound, activation, order: see :class:`~equipoise.models.branches.Branches`.
+        bound, activation: see :class:`~equipoise.models.branches.Branches`.
 
     Example:
         >>> model = OptEq(shape=(3, 32, 32), classes=10, size="reduced")
@@ -213,7 +215,6 @@ class OptEq(BranchModel):
         downsamplings: int | None = None,
         bound: float = 0.9,
         activation: Any = "relu",
-        order: str = "gauss-seidel",
     ):
         chosen = sized(
             SIZES,
@@ -227,15 +228,15 @@ class OptEq(BranchModel):
             downsamplings=downsamplings,
         )
         ring = Ring(heritage=False)
-        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation, order=order)
+        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation)
 
 
 class POptEq(BranchModel):
     """Parallel branches, each an OptEq of its own (eq. 10), brought together after the equilibrium.
 
     Args:
-        shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation,
-            order: as of :class:`OptEq`.
+        shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation: as
+            of :class:`OptEq`.
         scales: see :class:`Size`.
         fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them and a ReLU.
 
@@ -259,7 +260,6 @@ class POptEq(BranchModel):
         fusion: str = "none",
         bound: float = 0.9,
         activation: Any = "relu",
-        order: str = "gauss-seidel",
     ):
         if fusion not in FUSIONS:
             raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
@@ -276,7 +276,7 @@ class POptEq(BranchModel):
             downsamplings=downsamplings,
         )
         ring = Ring(heritage=False)
-        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation, order=order)
+        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation)
         if fusion != "none" and len(set(self.size.scales)) > 1:
             raise ValueError(
                 f"fusion is {fusion!r}, and the branches differ in size (scales {self.size.scales}): use 'none'."
@@ -301,9 +301,10 @@ class MOptEq(BranchModel):
 
     Args:
         shape, classes, mean, std, size, channels, scales, kernel, injection_kernel, stem, downsamplings, bound,
-            activation, order: as of :class:`POptEq`.
+            activation: as of :class:`POptEq`.
         heritage, diversity, sign, smoothing: see :class:`~equipoise.models.ring.Ring`.
-        perturbation, perturb: of the Perturbation Enhanced strategy, see :class:`~equipoise.models.branches.Branches`.
+        order, perturbation, perturb: see :class:`~equipoise.models.branches.Branches`; the last two are of the
+            Perturbation Enhanced strategy.
 
     Example:
         >>> model = MOptEq(shape=(3, 32, 32), classes=10, size="multi-0.48m", diversity=0.001, perturb="train")
@@ -364,13 +365,10 @@ class MOptEq(BranchModel):
         Branches that are perturbed in training only have averages in evaluation that the head has not seen: what it
         normalises by then is gathered from unperturbed ones, which takes one more solve, without gradients.
         """
-        if self.cell.perturb != "train" or not self.cell.perturbed or len(g) == 1:
+        if not (self.cell.perturb == "train" and self.cell.perturbed and self.norm.training and len(g) > 1):
             return super().classify(g)
-        with torch.no_grad(), unperturbed(self.cell):
-            super().classify(g)
-        return self.head(F.batch_norm(averages(self.branches(g)), None, None, training=True))
-
-
-def averages(z: Images) -> Tensor:
-    """Of every channel over the image, all branches side by side: (batch, channels)."""
-    return torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
+        # Neither watched nor hooked: it is not the solve that is trained.
+        with torch.no_grad(), unperturbed(self.cell), watch_solves(), Scope(len(g)).entered():
+            self.read(self.equilibrium.solve(*self.cell.prepare(g)).value)
+        with forgetful(self.norm):
+            return super().classify(g)

@@ -158,7 +158,7 @@ def carry(z: Tensor, size: Sequence[int]) -> Tensor:
     if not all(n >= o for n, o in zip(new, old, strict=True)):
         raise ValueError(f"images of {old} cannot be carried to {new}: one side grows and the other shrinks.")
     if all(n % o == 0 for n, o in zip(new, old, strict=True)):
-        return F.interpolate(z, new, mode="nearest") / math.prod(n // o for n, o in zip(new, old, strict=True))
+        return F.interpolate(z, new, mode="nearest-exact") / math.prod(n // o for n, o in zip(new, old, strict=True))
     height, width = (averaging(n, o, z) for n, o in zip(new, old, strict=True))
     return height.mT @ z @ width
 
