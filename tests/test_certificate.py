@@ -441,7 +441,14 @@ def test_a_mistake_gets_a_sentence(run, words, said, capsys):
 
 def test_a_certificate_of_something_else_is_no_certificate_of_radii(tmp_path, capsys):
     """That of an OptEq is of its convergence."""
-    words = ["--budget", "smoke", "data={name='digits'}", "task.flip=false", "--runs", str(tmp_path)]
+    words = [
+        "--budget",
+        "smoke",
+        "data={name='digits', limit=64, validation=0}",
+        "task.flip=false",
+        "--runs",
+        str(tmp_path),
+    ]
     assert main(["train", "opteq/reduced-opteq", *words]) == 0
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "opteq-reduced-opteq-001"), "--certify"]) == 2

@@ -130,6 +130,8 @@ def test_what_coupling_is_worth_after_an_epoch_is_lost_among_the_seeds():
     accuracies = [row["measured"] for row in alike]
     assert len(alike) == 4
     assert max(accuracies) - min(accuracies) < min(row["spread"] for row in alike)
+    cost = next(row["measured"] for row in rows if row["label"] == "MOptEq") - rows[-1]["measured"]
+    assert f"perturbed branches cost {100 * cost:.1f} points" in SAID
     conv = next(row for row in rows if row["label"] == "POptEq, conv")
     assert conv["measured"] - conv["spread"] > max(row["measured"] + row["spread"] for row in rows if row is not conv)
 
