@@ -399,19 +399,24 @@ class Trainer:
         result["test_of_last"] = self.measure(self.data.test, saving=False).record()
         result["test"], result["weights"] = result["test_of_last"], "last"
         if progress.best is not None:
-            self.machine.wait()  # until the leading process has written it
-            tensors, _ = checkpoints.read(self.run.best)
-            if progress.best["phase"] != len(self.recipe.phases) - 1:  # the model or the task may be another
-                self.learner = self.assemble(progress.best["phase"])
-            checkpoints.load_model(self.learner.model, tensors, self.run.best)
-            result["test"], result["weights"] = self.measure(self.data.test, saving=False).record(), "best"
-            result["best"] = progress.best
+            result["weights"], result["best"] = "best", progress.best
+            if progress.best["epoch"] != self.epochs_before[-1]:  # else the best are the last
+                self.take_best(progress.best["phase"])
+                result["test"] = self.measure(self.data.test, saving=False).record()
         result |= {"steps": progress.position.step, "epochs": self.epochs_before[-1], "failed_steps": progress.failed}
         result["seconds"] = round(time.monotonic() - started, 3)
         if self.machine.leads:
             write_json(self.run.folder / "result.json", result)
         self.machine.wait()
         return result
+
+    def take_best(self, phase: int) -> None:
+        """Go back to the best weights, and to the model and the task of their phase."""
+        self.machine.wait()  # until the leading process has written them
+        tensors, _ = checkpoints.read(self.run.best)
+        if phase != len(self.recipe.phases) - 1:  # the model or the task may be another
+            self.learner = self.assemble(phase)
+        checkpoints.load_model(self.learner.model, tensors, self.run.best)
 
     def measure(self, split: Any, saving: bool = True) -> Evaluation:
         """Evaluate; a request to stop is heard between batches when there is one process."""
