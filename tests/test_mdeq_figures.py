@@ -46,7 +46,7 @@ batch_size = 20
 precision = "float64"
 
 [failures]
-stop_after = 0
+share = 1.0
 
 [[phases]]  # a warm-up, which the best weights are of
 epochs = 1

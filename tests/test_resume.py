@@ -456,6 +456,27 @@ def test_too_many_failed_steps_end_training(tmp_path):
     assert failed.result is None
 
 
+def test_running_out_of_steps_may_be_meant(tmp_path):
+    meant = train(tmp_path, *FAILING, "failures.share=1.0", "failures.stop_after=1")
+    assert (meant.result or {})["failed_steps"] == 0
+    assert meant.epochs()[0]["train"]["solver"]["forward"]["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "optimizer.name=sgd optimizer.lr=1e38 schedule.name=constant",
+        "model.activation=log",  # loss and gradient are numbers then: a solve that is not finite returns where it began
+    ],
+)
+def test_training_that_has_diverged_ends_even_where_running_out_of_steps_is_meant(tmp_path, changes):
+    meant = ("model.norm=false", "failures.share=1.0", "failures.stop_after=3")
+    words = ("train", write_recipe(tmp_path), *changes.split(), *meant)
+    text = run(tmp_path, *words, expect=2)
+    assert text.splitlines()[-1].startswith("equipoise: 3 steps in a row failed")
+    assert checkpoints.read(latest(tmp_path).last)[1]["progress"]["position"]["step"] < TOTAL
+
+
 @pytest.mark.parametrize("norm", ["false", "true"])
 def test_a_step_that_is_not_a_number_is_not_made(tmp_path, norm):
     """One image breaks the batch that it is in; nothing of that batch stays in the weights or running statistics."""

@@ -84,7 +84,7 @@ class Failures:
     """What happens when solves fail while training. A step whose loss or gradient is not finite is never applied."""
 
     policy: Literal["report", "skip"] = "report"  # "skip" does not apply the gradient of a failed step
-    share: float = 0.5  # a step has failed when more than this share of its samples did not converge
+    share: float = 0.5  # a step has failed when more than this share of its samples did not converge; 1 for never
     stop_after: int = 50  # failed steps in a row end the training, checkpoint saved; 0 for never
 
 

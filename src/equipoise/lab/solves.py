@@ -44,16 +44,19 @@ def counts(statistics: Sequence[Statistics]) -> Sums:
     return {"results": results, "steps": steps, "residuals": residuals, "evaluations": torch.tensor(float(evaluations))}
 
 
-def failed_samples(solves: Iterable[Solution]) -> tuple[int, int]:
-    """How many samples of these solves did not converge, forward or backward, and how many there were."""
-    failed = total = 0
+def failed_samples(solves: Iterable[Solution]) -> tuple[int, int, int]:
+    """How many samples of these solves did not converge, forward or backward, how many of them ended at something that
+    is not finite, and how many samples there were."""
+    failed = lost = total = 0
     for solution in solves:
-        converged = solution.converged
+        converged, nonfinite = solution.converged, solution.result == Result.NONFINITE
         if solution.backward is not None and len(solution.backward.result) == len(converged):
             converged = converged & solution.backward.converged
+            nonfinite = nonfinite | (solution.backward.result == Result.NONFINITE)
         failed += int((~converged).sum())
+        lost += int(nonfinite.sum())
         total += converged.numel()
-    return failed, total
+    return failed, lost, total
 
 
 def solve_metrics(sums: Sums) -> dict[str, Any]:

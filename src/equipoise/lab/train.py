@@ -280,9 +280,9 @@ class Trainer:
             if self.failed_too_often():
                 self.save()
                 raise TrainingFailed(
-                    f"{self.progress.failed_in_a_row} steps in a row failed (failures.stop_after): the loss or "
-                    f"gradient was not finite, or over {self.recipe.failures.share:.0%} of the samples were not solved "
-                    "(failures.share). A lower optimizer.lr, training.clip, a looser tolerance or more "
+                    f"{self.progress.failed_in_a_row} steps in a row failed (failures.stop_after): the loss, "
+                    "the gradient or every solve was not finite, or over "
+                    f"{self.recipe.failures.share:.0%} of the samples were not solved (failures.share). A lower optimizer.lr, training.clip, a looser tolerance or more "
                     f"tolerance.max_steps may help; {self.run.log} has the residuals."
                 )
             if training.checkpoint_every and position.step % training.checkpoint_every == 0:
@@ -313,14 +313,15 @@ class Trainer:
         length = nn.utils.clip_grad_norm_(parameters, recipe.training.clip or torch.inf)
 
         # One exchange between processes: all must decide the same.
-        unsolved, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0)
+        unsolved, lost, solved = failed_samples(solves) if learner.solves_to_the_end else (0, 0, 0)
         # The scaler of float16 looks for gradients that are not finite, and skips them itself: they are normal.
         broken = not torch.isfinite(loss) or not (torch.isfinite(length) or learner.scaler.is_enabled())
         if unsolved:  # where a solve gives up, the loss is a number though running statistics may not be
             broken = broken or not all(buffer.isfinite().all() for buffer in learner.model.buffers())
-        mine = [loss.item() * len(batch[0]), unsolved, solved, broken, self.stop.signal is not None]
-        summed, unsolved, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-        failed = bool(broken) or (solved > 0 and unsolved > recipe.failures.share * solved)
+        mine = [loss.item() * len(batch[0]), unsolved, lost, solved, broken, self.stop.signal is not None]
+        summed, unsolved, lost, solved, broken, stop = machine.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        # Running out of steps may be meant; that no solve of a batch is finite never is.
+        failed = bool(broken) or (solved > 0 and (unsolved > recipe.failures.share * solved or lost == solved))
         if broken or (failed and recipe.failures.policy == "skip"):
             for buffer, before in zip(learner.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)  # nothing of the batch stays, nor in running statistics
