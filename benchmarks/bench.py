@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -25,10 +23,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import equipoise as eq
 from contenders import Contender, Equipoise, contenders, direction, loss
+from measuring import peak_of
 from probe import Probe
 from problems import PROBLEMS, Problem, endless, leaves, one_slow_sample, relative_residual
 from tables import Row, show
@@ -199,45 +197,6 @@ def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
         lambda: torch.autograd.grad(loss(player.differentiable(problem, probe), v), list(problem.f.parameters()))
     )
     return peak, probe.calls + probe.products
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """How long it takes, once."""
-    began = perf_counter()
-    run()
-    return perf_counter() - began
-
-
-def peak_of(run: Callable[[], object]) -> int:
-    """The most bytes held while something runs, beyond what was there before.
-
-    Counted from torch's own record of every allocation: exact and repeatable, where the resident size of the process
-    depends on what malloc keeps.
-    """
-    with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
-
-
-@contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """The profiler announces its start and stop from C++ whatever the log level."""
-    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nothing)
 
 
 # --- one slow sample --------------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from bench import peak_of, seconds
 from equipoise.lab.machine import keep_freed_memory
 from equipoise.scope import Scope
 from equipoise.tolerance import row_norms
+from measuring import peak_of, seconds
 from tables import Row, show
 
 MEMORY = 18  # updates that equipoise's Broyden keeps; torchdeq's keeps one for every step

@@ -1020,6 +1020,23 @@ def test_with_diversity_nothing_is_proven():
     assert "measured" not in str(told)
 
 
+@pytest.mark.parametrize(
+    ("jumps", "options"),
+    [
+        (False, {"diversity": 0.2}),
+        (True, {"diversity": 0.2, "sign": "hard"}),
+        (False, {"diversity": 0.0, "sign": "hard"}),
+        (True, {"diversity": 0.0, "perturb": "always"}),
+    ],
+)
+def test_a_radius_says_whether_signs_were_held_fixed(jumps, options):
+    model = model_of(**options)
+    model.equilibrium.on_failure = "ignore"
+    told = model.certificate(pictures(2))
+    assert told.jumps == jumps
+    assert (f"measured: {told.radius:.3g}, with all signs held fixed: T jumps" in str(told)) == jumps
+
+
 @each_order
 @pytest.mark.parametrize("diversity", [0.0, 0.3])
 def test_the_radius_is_that_of_the_dense_jacobian(order, diversity):

@@ -29,13 +29,15 @@ class Contraction:
         proven: whether the factor is a bound of T itself, and below 1. Then every image has one equilibrium, and plain
             iteration finds it.
         radius: the largest spectral radius of T' at the equilibria of the images that were given: measured; below 1,
-            plain iteration converges near there. None if nothing was measured.
+            plain iteration converges near there, unless T jumps. None if nothing was measured.
+        jumps: whether T jumps where a hard sign changes, which T' does not see.
     """
 
     norm: float
     factor: float
     proven: bool
     radius: float | None = None
+    jumps: bool = False
 
     def __str__(self) -> str:
         if self.proven:
@@ -47,9 +49,11 @@ class Contraction:
             )
         else:
             told = f"no contraction is proven: even with all signs held fixed the bound is {self.factor:.3g}"
-        measured = (
-            "" if self.radius is None else f"\nspectral radius of T' at the equilibria, measured: {self.radius:.3g}"
-        )
+        measured = ""
+        if self.radius is not None:
+            measured = f"\nspectral radius of T' at the equilibria, measured: {self.radius:.3g}"
+            if self.jumps:
+                measured += ", with all signs held fixed: T jumps where one changes, and iteration need not converge"
         return f"||W|| <= {self.norm:.3g}; {told}{measured}"
 
 
@@ -69,4 +73,5 @@ def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
             inputs = cell.prepare(model.features(images))
             z = model.equilibrium.solve(*inputs).value
             radius = float(spectral_radius(cell, z, *inputs).max())
-    return Contraction(norm, factor, ring.diversity == 0 and not cell.perturbed and factor < 1, radius)
+    jumps = cell.perturbed or (ring.diversity > 0 and not ring.smooth)
+    return Contraction(norm, factor, ring.diversity == 0 and not jumps and factor < 1, radius, jumps)
