@@ -113,6 +113,10 @@ def fails(capsys, *words):
         (["train", "nowhere.toml"], "there is no file nowhere.toml"),
         (["train", "core/table"], "core/table is a table, not a recipe: equipoise reproduce core/table"),
         (
+            ["train", "core/table", "--budget", "smoke"],  # of which it has none
+            "core/table is a table, not a recipe: equipoise reproduce core/table",
+        ),
+        (
             ["train", "core/convergence"],
             "core/convergence is a figure, not a recipe: equipoise figure core/convergence",
         ),
@@ -267,7 +271,10 @@ def test_a_figure(run, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "must end in .png" in fails(capsys, "figure", "core/convergence", "--run", run, "--out", tmp_path / "x.abc")
     assert "have no effect on them" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
+    assert "(max_steps, relative, samples)" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
     assert "leave out seeds" in fails(capsys, "figure", "core/convergence", "seeds=2")
+    assert main(["figure", "core/convergence", "samples=1", "--run", str(run), "--out", str(out)]) == 0
+    assert "samples is 0" in fails(capsys, "figure", "core/convergence", "samples=0", "--run", run)
     assert "is drawn from 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
     mistaken = tmp_path / "mistaken.toml"  # said before anything is trained
     mistaken.write_text('title = "x"\nfigure = "convergence"\nrecipes = ["core/digits"]\nbatchez = 3\n')

@@ -70,6 +70,15 @@ def test_the_equilibrium_is_that_of_anderson(solver, activation, diversity):
         )
 
 
+@each_method
+def test_an_activation_that_looks_at_the_shape_of_its_images(solver):
+    cell = cell_of(activation=eq.operators.BorderZero(eq.operators.Tanh(), size=(6, 6)))
+    inputs = inputs_of(cell)
+    known, found = run(cell, inputs, eq.Anderson()), run(cell, inputs, solver)
+    assert found.converged.all(), str(found)
+    assert apart(found.value, known.value).max() < 1e-8
+
+
 def test_plain_iteration_does_not_get_there():
     cell = cell_of(STRONG)
     found = run(cell, inputs_of(cell), eq.Picard(), eq.Tolerance(relative=1e-10, max_steps=200, patience=None))

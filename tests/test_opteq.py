@@ -1119,7 +1119,7 @@ def test_gradients_are_those_of_300_unrolled_steps(options, request):
 
 
 def test_second_derivatives_match_finite_differences():
-    model = tiny_model(channels=2, shape=(1, 2, 2))
+    model = tiny_model(channels=2, shape=(2, 2, 2))
     model.stem = model.normalize = nn.Identity()
     g, name = randn(1, 2, 2, 2, seed=4).requires_grad_(), "equilibrium.f.W.0.layer.weight"
 
@@ -1459,10 +1459,20 @@ def test_options_that_a_model_does_not_have_are_refused():
 @pytest.mark.parametrize("side", [7, 9, 16])
 def test_images_of_another_size_are_refused(side):
     model = model_of()
-    call = f"g has shape \\(4, {side}, {side}\\); this model was made for \\(4, 8, 8\\).*Resize the images"
+    words = f"images have shape \\(2, {side}, {side}\\); this model was made for \\(2, 8, 8\\).*Resize the images"
     for use in (model, model.verify, model.certificate):
-        with pytest.raises(ValueError, match=call):
+        with pytest.raises(ValueError, match=words):
             use(pictures(1, side=side))
+
+
+def test_images_of_other_channels_and_other_precision_are_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match=r"images have shape \(3, 8, 8\); this model was made for \(2, 8, 8\)"):
+        model(pictures(1, channels=3))
+    with pytest.raises(TypeError, match=r"images are torch.float64, and the model is torch.float32: images.to\("):
+        model.float()(pictures(1))
+    with pytest.raises(TypeError, match="weight is torch.bfloat16, too coarse.*torch.autocast"):
+        model.bfloat16()(pictures(1).bfloat16())
 
 
 def test_refusals_of_branches():
@@ -1473,6 +1483,8 @@ def test_refusals_of_branches():
         make(sizes=[])
     with pytest.raises(TypeError, match="ring is 'hard'; it must be a Ring"):
         make(ring="hard")
+    with pytest.raises(ValueError, match=r"g has shape \(4, 5, 5\); these branches were made for \(4, 4, 4\)"):
+        make().prepare(torch.rand(1, 4, 5, 5))
     with pytest.raises(ValueError, match="injection_bound is 0; it must be"):
         make(injection_bound=0)
     with pytest.raises(TypeError, match="Ring has no option 'lambda_'; .*options: heritage, diversity"):

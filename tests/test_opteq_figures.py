@@ -272,8 +272,8 @@ def gap(model, x, labels):
 
 
 def test_figure_3b_has_the_accuracies_of_attacks_by_hand(work, draw):
-    numbers = draw(ATTACK + "iterations = [0, 1, 3]\nradius = 20\nstep_size = 8\nsamples = 18", "mopteq", "popteq")
-    assert (numbers["iterations"], numbers["radius"], numbers["step size"]) == ([0, 1, 3], 20, 8)
+    numbers = draw(ATTACK + "iterations = [0, 1, 3]\nradius = 0.08\nstep_size = 0.03\nsamples = 18", "mopteq", "popteq")
+    assert (numbers["iterations"], numbers["radius"], numbers["step_size"]) == ([0, 1, 3], 0.08, 0.03)
     images, labels = random_samples(18)
     for run, name in zip(numbers["runs"], ("mopteq", "popteq"), strict=True):
         model, left = opened(work, name), [0, 0, 0]
@@ -283,7 +283,7 @@ def test_figure_3b_has_the_accuracies_of_attacks_by_hand(work, draw):
             left[0] += int(known.sum())
             for place, steps in ((1, 1), (2, 3)):
                 seed_everything("attack", number)
-                x = (x0 + torch.empty_like(x0).uniform_(-20 / 255, 20 / 255)).clamp(0, 1)
+                x = (x0 + torch.empty_like(x0).uniform_(-0.08, 0.08)).clamp(0, 1)
                 worst, largest = x0.clone(), torch.full((len(x0),), -torch.inf, dtype=torch.float64)
                 for step in range(steps + 1):
                     x = x.detach().requires_grad_()
@@ -293,8 +293,8 @@ def test_figure_3b_has_the_accuracies_of_attacks_by_hand(work, draw):
                         if gaps[i] > largest[i]:
                             worst[i], largest[i] = x[i].detach(), gaps[i].detach()
                     if step < steps:
-                        moved = x.detach() + 8 / 255 * slope.sign()
-                        x = torch.max(torch.min(moved, x0 + 20 / 255), x0 - 20 / 255).clamp(0, 1)
+                        moved = x.detach() + 0.03 * slope.sign()
+                        x = torch.max(torch.min(moved, x0 + 0.08), x0 - 0.08).clamp(0, 1)
                 left[place] += int((known & (gap(model, worst, wanted)[1].argmax(1) == wanted)).sum())
         assert run["accuracy"] == [n / 18 for n in left]
         assert run["accuracy"][2] < run["accuracy"][0]

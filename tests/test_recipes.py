@@ -608,11 +608,16 @@ def test_what_a_budget_makes_wrong_is_named_on_the_line_of_the_budget(write, lin
         ("title=[unfinished", "title", "[unfinished"),
         ("solver={name = 'anderson', memory = 3}", "solver", {"name": "anderson", "memory": 3}),
         ("task.flip=True", "task.flip", "True"),
+        ("radius=8/255", "radius", 8 / 255),
+        ("radius=0.5/255", "radius", 0.5 / 255),
+        ("title=1/0", "title", "1/0"),
+        ("title=1.2.3/4", "title", "1.2.3/4"),
+        ("title=a/255", "title", "a/255"),
         ("title=one\nseed = 3", "title", "one\nseed = 3"),
         ("title=1\nseed = 3", "title", "1\nseed = 3"),
     ],
 )
-def test_a_change_is_toml_where_it_reads_as_toml_and_else_a_text(text, key, value):
+def test_a_change_is_toml_where_it_reads_as_toml_or_a_fraction_and_else_a_text(text, key, value):
     parsed = parse_override(text)
     assert parsed == (key, value)
     assert type(parsed[1]) is type(value)

@@ -96,6 +96,7 @@ def exact_l2(images, direction, radius):
 def test_attacked_images_are_in_the_ball_and_in_the_unit_interval(
     shape, radius, norm, steps, restarts, random_start, dtype, corners
 ):
+    radius = min(radius, 1.0) if norm == "linf" else radius
     images = torch.rand(shape, dtype=dtype)
     images = images.round() if corners else images
     before, labels = images.clone(), torch.randint(3, shape[:1])
@@ -256,6 +257,14 @@ def test_no_gradient_is_left_in_the_model_and_its_mode_is_as_before(attack, trai
     assert all(p.grad is None for p in model.parameters())
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.bias"]
     assert (model.training, model.first.training, model.second.training) == (training, training, False)
+
+
+@pytest.mark.parametrize("attack", BOTH)
+def test_running_statistics_are_not_touched(attack):
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(9), nn.Linear(9, 3)).train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    attack(model, torch.rand(4, 1, 3, 3), torch.tensor([0, 1, 2, 0]), radius=0.1, steps=2)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 @pytest.mark.parametrize("attack", BOTH)
@@ -514,20 +523,20 @@ def test_the_loss_of_training_is_that_of_the_attacked_images():
 
 def test_training_attacks_a_fixed_function_and_leaves_every_mode_as_it_was(monkeypatch):
     modes = []
-    real = pgd
+    real = robustness.gap_and_gradient
 
-    def spy(model, *arguments, **options):
+    def spy(model, *arguments):
         modes.append([module.training for module in model.modules()])
-        return real(model, *arguments, **options)
+        return real(model, *arguments)
 
-    monkeypatch.setattr(robustness, "pgd", spy)
+    monkeypatch.setattr(robustness, "gap_and_gradient", spy)
     normed = nn.BatchNorm1d(9).eval()  # a part that its owner keeps fixed
     model = nn.Sequential(nn.Flatten(), normed, nn.Dropout(0.5), nn.Linear(9, 3))
     assert normed.running_mean is not None
     statistics = normed.running_mean.clone()
     task = Robustness(NAMES, train_steps=2)
     task.loss(model, (torch.rand(4, 1, 3, 3), torch.tensor([0, 1, 2, 0])))
-    assert modes == [[False] * 5]
+    assert modes == [[False] * 5] * 2
     assert [module.training for module in model] == [True, False, True, True]
     assert torch.equal(normed.running_mean, statistics)
 
@@ -576,7 +585,8 @@ def test_training_on_attacked_images_makes_a_model_robust():
         ({"radius": -0.1}, "radius is -0.1; it must be"),
         ({"radius": float("nan")}, "radius is nan; it must be"),
         ({"radius": float("inf")}, "radius is inf; it must be"),
-        ({"radius": "8/255"}, "radius is '8/255'; it must be"),  # as one writes on the command line
+        ({"radius": "8/255"}, "radius is '8/255'; it must be"),  # a fraction on the command line only
+        ({"radius": 8}, "radius is 8, and pixels are between 0 and 1"),
         ({"norm": "linff"}, "norm is 'linff'; allowed: 'linf', 'l2'."),
         ({"norm": 2}, "norm is 2; allowed"),
         ({"steps": 0}, "steps is 0"),

@@ -237,6 +237,7 @@ def test_layers_copy_pickle_and_save_clean(layer):
         (lambda: eq.SpectralNorm(nn.Conv2d(1, 1, 3, stride=2)), "stride 1"),
         (lambda: eq.SpectralNorm(nn.Conv1d(1, 1, 3)), "nn.Conv2d"),
         (lambda: eq.SpectralNorm(nn.Linear(1, 1), bound=0), "above 0"),
+        (lambda: eq.SpectralNorm(nn.Linear(1, 1), bound="a"), "bound is 'a'; it must be a number above 0"),
         (lambda: eq.jacobian_penalty(torch.tanh, torch.zeros(1, 1), probes=0), "at least 1"),
         (lambda: eq.spectral_radius(torch.tanh, torch.zeros(1, 1), steps=0), "at least 1"),
     ],

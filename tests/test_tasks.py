@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from equipoise.lab.solves import add
-from equipoise.models.opteq import POptEq
+from equipoise.models.opteq import OptEq, POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift
 from equipoise.tasks.augmented import AugmentedClassification
@@ -504,7 +504,9 @@ def test_the_augmented_loss_is_the_cross_entropy_less_heritage_more_diversity():
 
 def test_the_augmented_loss_needs_branches():
     task = TASKS["augmented-classification"](class_names=NAMES)
-    with pytest.raises(TypeError, match="needs a model with branches.*not a Fixed"):
+    with pytest.raises(ValueError, match="needs a model with several branches.*not a Fixed"):
         task.loss(Fixed(), batch_of(4))
+    with pytest.raises(ValueError, match="needs a model with several branches.*not a OptEq"):
+        task.loss(OptEq((1, 6, 6), 5, size="reduced"), batch_of(4))
     with pytest.raises(ValueError, match="gamma is -1"):
         TASKS["augmented-classification"](class_names=NAMES, gamma=-1)

@@ -309,8 +309,8 @@ def train(arguments: Any) -> int:
     if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
         arguments.changes.insert(0, arguments.recipe)
         arguments.recipe = DEFAULT_RECIPE
+    require_recipe(lab_recipes.open_recipe(arguments.recipe), arguments.recipe)  # before a budget that it has not
     source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
-    require_recipe(source, arguments.recipe)
     check(source)
     if arguments.report:
         import equipoise.lab.report  # noqa: F401  (a package that it misses shows now, not after training)

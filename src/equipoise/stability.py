@@ -17,6 +17,7 @@ from equipoise.implicit import gradients, isolated, recorded
 from equipoise.norms import conv2d_norm_bound, frequency_grid, largest_block, operator_norm_bound
 from equipoise.problem import FunctionProblem
 from equipoise.scope import once_per_solve
+from equipoise.validation import require
 
 
 def jacobian_penalty(
@@ -201,9 +202,8 @@ class SpectralNorm(nn.Module):
                 raise ValueError("SpectralNorm takes an nn.Conv2d with stride 1, dilation 1, one group, zero padding.")
         elif not isinstance(layer, nn.Linear):
             raise TypeError(f"SpectralNorm takes nn.Linear or nn.Conv2d, not {type(layer).__name__}.")
-        if not bound > 0:
-            raise ValueError(f"bound is {bound}; it must be above 0.")
         self.bound, self.always = bound, always
+        require(self, "bound", above=0)
         self.known: tuple[Tensor, tuple[int, int], Tensor] | None = None  # a kernel, a size, their largest block
 
     def weight(self, size: tuple[int, int] | None = None) -> Tensor:
@@ -212,6 +212,11 @@ class SpectralNorm(nn.Module):
 
     def derive(self, size: tuple[int, int] | None) -> Tensor:
         raw = self.layer.weight
+        if raw.dtype in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"the weight is {raw.dtype}, too coarse for a bound of its norm: keep the model in float32 and use "
+                "torch.autocast."
+            )
         with torch.autocast(raw.device.type, enabled=False):  # a bound in low precision is none
             norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size, angles=self.angles(size))
         if self.always:

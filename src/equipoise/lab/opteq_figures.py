@@ -278,7 +278,7 @@ def attack(
     machine: Machine,
     folders: Sequence[Path] = (),
     iterations: Sequence[int] = (0, 1, 2, 3, 5, 10, 20),
-    radius: float = 8,
+    radius: float = 8 / 255,
     step_size: float | None = None,
     samples: int = 500,
     path: Path | None = None,
@@ -294,8 +294,8 @@ def attack(
         machine: where to solve.
         folders: to look for data in first.
         iterations: how many; 0 is without an attack.
-        radius: of the attack, the largest change of a pixel in 255ths.
-        step_size: of one iteration, in 255ths; None is a quarter of the radius.
+        radius: of the attack, the largest change of a pixel, which is between 0 and 1.
+        step_size: of one iteration; None is a quarter of the radius.
         samples: of the test split, random.
         path: of the picture, beside which the numbers are written; None writes none.
     """
@@ -304,14 +304,14 @@ def attack(
     check_positive("radius", radius)
     step_size = radius / 4 if step_size is None else step_size
     check_positive("step_size", step_size)
-    budget = {"radius": radius / 255, "step_size": step_size / 255}
+    budget = {"radius": radius, "step_size": step_size}
     found = [attack_of(run, machine, folders, iterations, budget, samples) for run in runs]
-    settings = {"iterations": list(iterations), "radius": radius, "step size": step_size}
-    write_beside(path, {**settings, "runs": found})
+    write_beside(path, {"iterations": list(iterations), **budget, "runs": found})
     figure, ((axis,),) = page(1, 1, height=5.4)
     for run, look in zip(found, looks_of(colors(len(found))), strict=True):
         draw_shares(axis, iterations, run["accuracy"], run["standard error"], filled(run["title"]), look)
-    axis.set(xlabel=f"iterations of the attack ($\\ell_\\infty$, radius {radius:g}/255, steps of {step_size:g}/255)")
+    in_255ths = f"radius {255 * radius:g}/255, steps of {255 * step_size:g}/255"
+    axis.set(xlabel=f"iterations of the attack ($\\ell_\\infty$, {in_255ths})")
     axis.set_ylabel(f"accuracy on {found[0]['samples']} test images")
     whole_numbers(axis.xaxis)
     under(axis, columns=1, title="bars: one standard error")

@@ -308,7 +308,7 @@ def entry_number(entries: list[Any], part: str, path: tuple[str, ...], place: st
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """``"optimizer.lr=0.01"`` as a key and a value: TOML where it reads as TOML, else a text."""
+    """``"optimizer.lr=0.01"`` as a key and a value: TOML where it reads as TOML, or a fraction, else a text."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key.strip()):
         raise RecipeError(f"{text!r} is not a change of a recipe; write key=value, such as optimizer.lr=0.01.")
@@ -316,7 +316,10 @@ def parse_override(text: str) -> tuple[str, Any]:
         read = tomllib.loads(f"v = {value.strip()}")
     except tomllib.TOMLDecodeError:
         read = {}
-    return key.strip(), read["v"] if read.keys() == {"v"} else value.strip()
+    if read.keys() == {"v"}:
+        return key.strip(), read["v"]
+    fraction = re.fullmatch(r"(\d+(?:\.\d+)?)/([1-9]\d*)", value.strip())  # radius=8/255, as everybody writes it
+    return key.strip(), float(fraction[1]) / int(fraction[2]) if fraction else value.strip()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from equipoise.lab.recipes import (
 )
 from equipoise.lab.runs import Run, new_folder, open_run
 from equipoise.lab.sweeps import Stopped, resume_folder, summarize, train_recipe
-from equipoise.registry import Registry, call, check_options
+from equipoise.registry import Registry, call, check_options, parameters
 
 FIGURES = Registry(
     "figure",
@@ -173,27 +173,25 @@ def draw_figure(
     out: Path | None,
 ) -> Path:
     """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path."""
-    source = open_recipe(name)
-    if kind_of(source) is not FigureSpec:
-        raise RecipeError(
-            f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
-        )
+    source, of_recipes = opened_figure(name, changes)
     spec: FigureSpec = source.read(FigureSpec)
     if given and len(given) != len(spec.recipes):
         raise RecipeError(
             f"{name} is drawn from {len(spec.recipes)} runs ({', '.join(spec.recipes)}); {len(given)} are given."
         )
-    if given and (changes or budget):
-        raise RecipeError(f"{name} is drawn from trained runs (--run): a budget or changes have no effect on them.")
+    if given and (of_recipes or budget):
+        raise RecipeError(
+            f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them, only "
+            f"options of the figure have ({', '.join(sorted(figure_options(spec)))})."
+        )
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
-    find_outside(source)
     owner = f"figure {spec.figure!r}"
     check_options(FIGURES[spec.figure], spec.options, FIGURE_FACTS, owner)  # before hours of training
     if given:
         runs = [open_run(folder) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
-    trainings(source, budget, changes)  # every recipe's mistakes show before the first one trains
+    trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         path = out or picture_in(folder, source)
@@ -203,12 +201,30 @@ def draw_figure(
     return continue_figure(folder, machine)
 
 
+def opened_figure(name: str, changes: Sequence[str]) -> tuple[Source, list[str]]:
+    """A figure with those of the changes that are of its own options, and the others, which are of its recipes."""
+    source = open_recipe(name)
+    if kind_of(source) is not FigureSpec:
+        raise RecipeError(
+            f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
+        )
+    find_outside(source)
+    options = figure_options(source.read(FigureSpec))
+    own = [text for text in changes if parse_override(text)[0] in options]
+    return open_recipe(name, overrides=own), [text for text in changes if text not in own]
+
+
+def figure_options(spec: FigureSpec) -> set[str]:
+    """What a figure's function takes beside the runs."""
+    return parameters(FIGURES[spec.figure])[0] - set(FIGURE_FACTS)
+
+
 def continue_figure(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
     """Take the trainings of a figure from wherever they stand to their end, and draw it."""
     asked = read_json(folder / "figure.json")
     where = [*folders, *map(Path, asked["data"])]
-    source = open_recipe(asked["name"])
-    found = trainings(source, asked["budget"], asked["changes"])
+    source, of_recipes = opened_figure(asked["name"], asked["changes"])
+    found = trainings(source, asked["budget"], of_recipes)
     trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where) for i, recipe in enumerate(found, 1)]
     return drawn(source, [open_run(run) for run in trained], machine, where, Path(asked["out"]))
 

@@ -280,9 +280,9 @@ class Trainer:
             if self.failed_too_often():
                 self.save()
                 raise TrainingFailed(
-                    f"{self.progress.failed_in_a_row} steps in a row failed (failures.stop_after): the loss, "
-                    "the gradient or every solve was not finite, or over "
-                    f"{self.recipe.failures.share:.0%} of the samples were not solved (failures.share). A lower optimizer.lr, training.clip, a looser tolerance or more "
+                    f"{self.progress.failed_in_a_row} steps in a row failed (failures.stop_after): the loss, the "
+                    f"gradient or every solve was not finite, or over {self.recipe.failures.share:.0%} of the samples "
+                    "were not solved (failures.share). A lower optimizer.lr, training.clip, a looser tolerance or more "
                     f"tolerance.max_steps may help; {self.run.log} has the residuals."
                 )
             if training.checkpoint_every and position.step % training.checkpoint_every == 0:

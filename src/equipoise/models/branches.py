@@ -126,8 +126,7 @@ class Branches(nn.Module):
         """The inputs of a solve: x, and where the sign is smoothed t, by W^T s(x), T(0) but for the order."""
         if tuple(g.shape[1:]) != self.inputs:
             raise ValueError(
-                f"g has shape {tuple(g.shape[1:])}; this model was made for {self.inputs}: its branches have fixed "
-                "sizes. Resize the images, or make a model for their shape."
+                f"g has shape {tuple(g.shape[1:])}; these branches were made for {self.inputs}: they have fixed sizes."
             )
         x = tuple(self.injected(i, g) + bias[:, None, None] for i, bias in enumerate(self.b))
         if not self.ring.smooth:

@@ -28,6 +28,8 @@ class Normalize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             raise TypeError(f"images are {x.dtype}; they must be numbers in [0, 1]: images.float() / 255.")
+        if torch.promote_types(x.dtype, self.mean.dtype) != self.mean.dtype:
+            raise TypeError(f"images are {x.dtype}, and the model is {self.mean.dtype}: images.to({self.mean.dtype}).")
         if x.dim() != 4 or len(self.mean) not in (1, x.shape[1]):
             channels = len(self.mean) if len(self.mean) > 1 else "channels"
             raise ValueError(

@@ -97,7 +97,7 @@ class BranchModel(nn.Module, ABC):
     ):
         super().__init__()
         require_images(shape, classes, mean)
-        self.size = size
+        self.shape, self.size = tuple(shape), size
         grid = tuple(-(-n // 2**size.downsamplings) for n in shape[1:])
         if min(grid) < max(size.scales):
             raise ValueError(f"scales is {size.scales}, and g has {grid[0]} x {grid[1]} pixels: a branch needs one.")
@@ -131,7 +131,13 @@ class BranchModel(nn.Module, ABC):
 
     def features(self, images: Tensor) -> Tensor:
         """g."""
-        return self.stem(self.normalize(images))
+        normalized = self.normalize(images)
+        if tuple(images.shape[1:]) != self.shape:
+            raise ValueError(
+                f"images have shape {tuple(images.shape[1:])}; this model was made for {self.shape}: its branches have "
+                "fixed sizes. Resize the images, or make a model for their shape."
+            )
+        return self.stem(normalized)
 
     def classify(self, g: Tensor) -> Tensor:
         """Logits, from g on."""

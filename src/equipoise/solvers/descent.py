@@ -12,12 +12,14 @@ E. Candes, "Adaptive restart for accelerated gradient schemes" (2015).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise.layout import leaves, rebuild
 from equipoise.problem import FunctionProblem, Problem
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State
@@ -52,15 +54,20 @@ class Hidden:
 
     def response(self, pre: Tensor) -> Tensor:
         """s, of which f(z) is W^T."""
-        return self.f.activation(pre)  # type: ignore[attr-defined]
+        return self.each(self.f.activation, pre)  # type: ignore[attr-defined]
 
     def prox(self, rows: Tensor, steps: Tensor) -> Tensor:
         """prox_F of the length of each sample."""
         found = torch.empty_like(rows)
+        activation = self.f.activation  # type: ignore[attr-defined]
         for step in steps.unique().tolist():
             at = (steps == step).nonzero().squeeze(1)
-            found[at] = self.f.activation.prox(rows[at], step)  # type: ignore[attr-defined]
+            found[at] = self.each(lambda part, step=step: activation.prox(part, step), rows[at])
         return found
+
+    def each(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """A function of every branch: an activation may look at the shape of its images."""
+        return self.call(lambda value: rebuild(value, [function(part) for _, part in leaves(value, "y")]), rows)
 
     def call(self, function: Any, rows: Tensor, *inputs: Any) -> Tensor:
         layout = self.problem.layout

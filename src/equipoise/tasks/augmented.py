@@ -47,9 +47,10 @@ class AugmentedClassification(Classification):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         images, labels = batch
         bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
-        if not isinstance(getattr(getattr(bare, "equilibrium", None), "f", None), Branches):
-            raise TypeError(
-                f"the task 'augmented-classification' needs a model with branches (popteq, mopteq), not a "
+        cell = getattr(getattr(bare, "equilibrium", None), "f", None)
+        if not isinstance(cell, Branches) or len(cell.sizes) < 2:
+            raise ValueError(
+                f"the task 'augmented-classification' needs a model with several branches (popteq, mopteq), not a "
                 f"{type(bare).__name__}."
             )
         found: list[Images] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,10 @@ class Budget:
     def __post_init__(self) -> None:
         require(self, "radius", above=0)
         require(self, "norm", among=NORMS)
+        if self.norm == "linf" and self.radius > 1:
+            raise ValueError(
+                f"Budget.radius is {self.radius}, and pixels are between 0 and 1; it must be at most 1, such as 8/255."
+            )
         require(self, "steps", at_least=1, whole=True)
         require(self, "step_size", above=0, optional=True)
         require(self, "restarts", at_least=1, whole=True)
@@ -66,7 +71,8 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
     """Images near the given ones, in [0, 1], that the model takes for another class as surely as can be found.
 
     Args:
-        model: images in [0, 1] to logits; its parameters get no gradient.
+        model: images in [0, 1] to logits; its parameters get no gradient. A module is attacked in evaluation mode: an
+            attack must see one fixed function, no dropout, no running statistics.
         images, labels: a batch.
         budget: the fields of :class:`Budget`.
 
@@ -82,20 +88,21 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
         largest.copy_(torch.where(higher, gap, largest))
         worst.copy_(torch.where(higher[:, None, None, None], candidate, worst))
 
-    for _ in range(allowed.restarts):
-        x = (
-            within(images, images + random_change(images, radius, norm), radius, norm)
-            if allowed.random_start
-            else images.clone()
-        )
-        for _ in range(allowed.steps):
-            gap, gradient = gap_and_gradient(model, x, labels)
-            keep_worst(x, gap)
-            gradient = gradient.nan_to_num(0.0)  # a pixel without a gradient stays
-            direction = gradient.sign() if norm == "linf" else gradient / lengths(gradient).clamp(min=1e-30)
-            x = within(images, x + allowed.size * direction, radius, norm)
-        with torch.no_grad(), watch_solves():
-            keep_worst(x, class_gap(model(x), labels))
+    with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
+        for _ in range(allowed.restarts):
+            x = (
+                within(images, images + random_change(images, radius, norm), radius, norm)
+                if allowed.random_start
+                else images.clone()
+            )
+            for _ in range(allowed.steps):
+                gap, gradient = gap_and_gradient(model, x, labels)
+                keep_worst(x, gap)
+                gradient = gradient.nan_to_num(0.0)  # a pixel without a gradient stays
+                direction = gradient.sign() if norm == "linf" else gradient / lengths(gradient).clamp(min=1e-30)
+                x = within(images, x + allowed.size * direction, radius, norm)
+            with torch.no_grad(), watch_solves():
+                keep_worst(x, class_gap(model(x), labels))
     return worst
 
 
@@ -212,9 +219,7 @@ class Robustness(Classification):
         if self.train_steps:
             # Not through the wrapper that averages gradients: it would wait for gradients of the weights.
             bare = model.module if isinstance(model, DistributedDataParallel) else model
-            with evaluating(bare):  # the attack must see one fixed function: no dropout, no running statistics
-                budget = replace(self.budget, steps=self.train_steps, restarts=1)
-                images = pgd(bare, images, labels, **vars(budget))
+            images = pgd(bare, images, labels, **vars(replace(self.budget, steps=self.train_steps, restarts=1)))
         return super().loss(model, (images, labels))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
