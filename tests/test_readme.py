@@ -244,6 +244,26 @@ def from_when_on(holds):
     return len(holds) + 1 - next((i for i, held in enumerate(reversed(holds)) if not held), len(holds))
 
 
+def test_what_is_said_of_attacks_is_what_was_measured():
+    measured = json.loads((ROOT / "results" / "opteq" / "robustness.json").read_text())
+    models: dict[str, list] = {}
+    for row in measured["rows"]:
+        models.setdefault(row["label"], []).append(row)
+    samples = measured["samples"]
+    assert f"of {samples:,} test images models of seed {measured['seed']}" in SAID
+    told = []
+    for label, measures in models.items():
+        made = [(row["radius"], row["attack"]) for row in measures]
+        assert made == [(radius, attack) for radius in (2, 8) for attack in ("pgd", "foolbox")]
+        (clean,), robust = {row["accuracy"] for row in measures}, [row["robust accuracy"] for row in measures]
+        assert all(abs(ours - theirs) < 0.005 for ours, theirs in (robust[:2], robust[2:]))  # "Both attackers agree"
+        told.append((clean, *robust))
+        assert f"| {label} | {' | '.join(format(share, '.1%') for share in told[-1])} |" in SAID
+    for without, with_them in zip(*told, strict=True):
+        error = sum(share * (1 - share) / samples for share in (without, with_them)) ** 0.5
+        assert abs(without - with_them) < 2 * error
+
+
 def test_what_is_said_of_figure_3a_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "figure3a.json").read_text())
     (run,), places = measured["runs"], [measured["eps"].index(size) for size in (0.1, 0.3)]
