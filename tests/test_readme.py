@@ -244,6 +244,20 @@ def from_when_on(holds):
     return len(holds) + 1 - next((i for i, held in enumerate(reversed(holds)) if not held), len(holds))
 
 
+def test_what_is_said_of_the_pair_of_193k_is_what_was_measured():
+    ends = []
+    for name in ("mopteq", "popteq"):
+        log = (ROOT / "results" / "opteq" / f"single-{name}.log.jsonl").read_text().splitlines()
+        (epoch,) = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
+        evaluations = [epoch["train"]["solver"][way]["evaluations"] / epoch["step"] for way in ("forward", "backward")]
+        ends.append((epoch["test"]["accuracy"], epoch["val"]["accuracy"], *evaluations))
+    tested, validated, forward, backward = zip(*ends, strict=True)
+    assert f"is at {tested[0]:.2%} and POptEq at {tested[1]:.2%}" in SAID
+    assert f"it is {validated[0]:.2%} and {validated[1]:.2%}" in SAID
+    assert f"of MOptEq takes {forward[0]:.1f} + {backward[0]:.1f} evaluations" in SAID
+    assert f"one of POptEq {forward[1]:.1f} + {backward[1]:.1f}" in SAID
+
+
 def test_what_is_said_of_attacks_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "robustness.json").read_text())
     models: dict[str, list] = {}
