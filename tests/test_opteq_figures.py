@@ -211,6 +211,8 @@ def test_figure_2_has_the_averages_of_loops_over_channels(work, draw):
                             diversity += 0 if k == l else abs(product)
             assert run["average H"][sample] == pytest.approx(heritage / (3 * 4), rel=1e-7)
             assert run["average D"][sample] == pytest.approx(diversity / (3 * (4**2 - 4)), rel=1e-7)
+            squares = sum(inner(z[i][sample][k], z[i][sample][k]) for i in range(3) for k in range(4))
+            assert run["average square"][sample] == pytest.approx(squares / (3 * 4), rel=1e-7)
             scores = [[abs(inner(z[1][sample][k], z[0][sample][l])) for l in range(4)] for k in range(4)]
             diagonal = [scores[k][k] for k in range(4)]
             ratio = (sum(diagonal) / 4) / ((sum(map(sum, scores)) - sum(diagonal)) / 12)

@@ -278,6 +278,21 @@ def test_what_is_said_of_attacks_is_what_was_measured():
         assert abs(without - with_them) < 2 * error
 
 
+def test_what_is_said_of_figure_2_is_what_was_measured():
+    coupled, parallel = (
+        {name: numbers["mean"] for name, numbers in run["summary"].items()}
+        for run in json.loads((ROOT / "results" / "opteq" / "figure2.json").read_text())["runs"]
+    )
+    assert f"a lower average D, {coupled['average D']:.3g} against {parallel['average D']:.3g}" in SAID
+    assert f"no higher H, {coupled['average H']:.3g} against {parallel['average H']:.3g}" in SAID
+    squares = [run["average square"] for run in (coupled, parallel)]
+    assert f"its z is smaller, {squares[0]:.3g} against {squares[1]:.3g} in the square" in SAID
+    assert coupled["average D"] / squares[0] > parallel["average D"] / squares[1]
+    of_channels = [run["diagonal dominance"] for run in (coupled, parallel)]
+    assert f"have {of_channels[0]:.2f} of the mean product of different ones, against {of_channels[1]:.2f}" in SAID
+    assert max(of_channels) < 1
+
+
 def test_what_is_said_of_figure_3a_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "figure3a.json").read_text())
     (run,), places = measured["runs"], [measured["eps"].index(size) for size in (0.1, 0.3)]

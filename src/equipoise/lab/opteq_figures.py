@@ -82,8 +82,9 @@ def coupling(
     """Average H against average D of each sample, and how alike the channels of two branches are (figure 2).
 
     Average H is the sum of H(z_i, z_j) over all branches i and both neighbours j of each, by L C; average D is that of
-    D by L (C^2 - C). A heat map has |<channel k of branch 2, channel l of branch 1>| of one sample. The paper names no
-    normalisation, and there is none here: the colours of a map go from 0 to its own largest entry.
+    D by L (C^2 - C). Both grow with the square of z: its average, |z|^2 by L C, stands among the numbers. A heat map
+    has |<channel k of branch 2, channel l of branch 1>| of one sample. The paper names no normalisation, and there is
+    none here: the colours of a map go from 0 to its own largest entry.
 
     Args:
         runs: of models with several branches, trained on the same data; each gets a column of its own.
@@ -119,18 +120,20 @@ def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: in
             f"{trained.file}: the model has {branches} branches of {channels} channels; neighbours and channels that "
             "do not correspond need 2 of each at least."
         )
-    alike, apart, products = [], [], []
+    alike, apart, sizes, products = [], [], [], []
     with quiet_failures(), trained.setting.autocast():
         for images, _ in random_batches(run, trained, folders, samples):
             z: Images = tuple(part.double() for part in model.branches(model.features(images)))
             alike.append(2 * heritage(z) / (branches * channels))  # every edge joins two branches, and counts for both
             apart.append(2 * Ring().total_diversity(z) / (branches * channels * (channels - 1)))
+            sizes.append(sum(part.square().sum(dim=(1, 2, 3)) for part in z) / (branches * channels))
             second = carry(z[1], z[0].shape[2:])
             products.append(torch.bmm(second.flatten(2), z[0].flatten(2).mT).abs())
     scores = torch.cat(products).cpu()
     measured = {
         "average H": torch.cat(alike).cpu(),
         "average D": torch.cat(apart).cpu(),
+        "average square": torch.cat(sizes).cpu(),
         "diagonal dominance": dominance(scores),
     }
     return {
