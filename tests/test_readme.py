@@ -304,6 +304,16 @@ def test_what_is_said_of_figure_3a_is_what_was_measured():
     assert f"by 0.1 and 0.3 that is {found}, where noise of the same size leaves {noise}" in SAID
 
 
+def test_what_is_said_of_figure_3b_is_what_was_measured():
+    measured = json.loads((ROOT / "results" / "opteq" / "figure3b.json").read_text())
+    without, with_them = measured["runs"]
+    ahead = [a - b for a, b in zip(with_them["accuracy"], without["accuracy"], strict=True)]
+    errors = zip(with_them["standard error"], without["standard error"], strict=True)
+    assert [steps for steps, lead in zip(measured["iterations"], ahead, strict=True) if lead > 0] == [2, 3, 5, 10, 20]
+    assert f"by at most {100 * max(ahead):.1f} point" in SAID
+    assert all(abs(lead) < 2 * (a * a + b * b) ** 0.5 for lead, (a, b) in zip(ahead, errors, strict=True))
+
+
 def test_what_is_said_of_figure_4a_is_what_was_measured():
     panels = json.loads((ROOT / "results" / "opteq" / "figure4a.json").read_text())["run"]["panels"]
     smooth, hard = (
