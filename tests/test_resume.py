@@ -147,7 +147,6 @@ def test_killed_before_every_change_of_a_file(tmp_path):
         (f"loss {STEPS} SIGTERM", 143),  # the last step of an epoch
         ("measure 3 SIGTERM", 143),  # validation
         ("measure 6 SIGINT", 130),  # the test of the last weights, when training is done
-        ("measure 9 SIGTERM", 143),  # the test of the best weights
     ],
 )
 def test_stopped(tmp_path, reference, moment, code):
@@ -157,6 +156,18 @@ def test_stopped(tmp_path, reference, moment, code):
     assert not parts(stopped)
     run(tmp_path, *shlex.split(resume_command(text)))
     assert_same(reference, stopped)
+
+
+def test_stopped_in_the_test_of_the_best_weights(tmp_path):
+    """Which are those of the first epoch where nothing is learned."""
+    changes = ("optimizer.lr=0.0", "schedule.name=constant", "model.norm=false")
+    uninterrupted = train(tmp_path, *changes)
+    assert (uninterrupted.result or {})["best"]["epoch"] == 1
+    stopped = train(tmp_path, *changes, TEST_SIGNALS="measure 9 SIGTERM", expect=143)
+    assert stopped.status == "interrupted"
+    assert not parts(stopped)
+    resume(stopped)
+    assert_same(uninterrupted, stopped)
 
 
 def test_stopped_at_the_step_it_says(tmp_path):
