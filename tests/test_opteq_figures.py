@@ -67,7 +67,7 @@ RUNS = {  # recipe, changes
     "opteq": ("opteq", []),
     "augmented-default": ("augmented", QUICK),
     "augmented-none": ("augmented", [*QUICK, "task.gamma=0"]),
-    "augmented-some": ("augmented", [*QUICK, "task.gamma=1e-6"]),
+    "augmented-some": ("augmented", [*QUICK, "task.gamma=1e-7"]),
 }
 COUPLING, PERTURBATION, ATTACK = (
     'figure = "opteq-coupling"\n',
@@ -321,7 +321,7 @@ def test_the_attack_goes_by_the_gradient_of_the_equilibrium(work, monkeypatch):
 def test_figure_3c_has_the_gammas_in_order(work, draw):
     numbers = draw(AUGMENTED, "mopteq", "augmented-default", "augmented-none", "augmented-some")
     names = ("augmented-none", "augmented-some", "augmented-default")
-    assert [run["gamma"] for run in numbers["augmented"]] == [0, 1e-6, 1e-5]
+    assert [run["gamma"] for run in numbers["augmented"]] == [0, 1e-7, 1e-6]
     assert numbers["coupled"]["gamma"] is None
     images, labels = forty()
     for run, name in zip([numbers["coupled"], *numbers["augmented"]], ("mopteq", *names), strict=True):
@@ -627,7 +627,7 @@ def test_figure_3c_needs_a_coupled_run_and_gammas(says):
     for runs in (("mopteq",), ("mopteq", "popteq"), ("augmented-none", "augmented-some")):
         assert "the first must be of another one than 'augmented-classification'" in says(AUGMENTED, *runs)
     twice = ("mopteq", "augmented-none", "augmented-some", "augmented-none")
-    assert "the runs have the gammas 0, 0, 1e-06; each must have its own." in says(AUGMENTED, *twice)
+    assert "the runs have the gammas 0, 0, 1e-07; each must have its own." in says(AUGMENTED, *twice)
 
 
 def test_figure_3c_needs_runs_that_have_ended(work, tmp_path):

@@ -314,6 +314,17 @@ def test_what_is_said_of_figure_3b_is_what_was_measured():
     assert all(abs(lead) < 2 * (a * a + b * b) ** 0.5 for lead, (a, b) in zip(ahead, errors, strict=True))
 
 
+def test_what_is_said_of_figure_3c_is_what_was_measured():
+    measured = json.loads((ROOT / "results" / "opteq" / "figure3c.json").read_text())
+    assert [run["gamma"] for run in measured["augmented"]] == [0, 1e-7, 1e-6]
+    first, second, third = [f"{run['accuracy']:.2%}" for run in measured["augmented"]]
+    told = (
+        f"{first}, {second} and {third} for γ = 0, 1e-7 and 1e-6, and {measured['coupled']['accuracy']:.2%} of a MOptEq"
+    )
+    assert told in SAID
+    assert measured["augmented"][0]["accuracy"] >= max(run["accuracy"] for run in measured["augmented"])
+
+
 def test_what_is_said_of_figure_4a_is_what_was_measured():
     panels = json.loads((ROOT / "results" / "opteq" / "figure4a.json").read_text())["run"]["panels"]
     smooth, hard = (

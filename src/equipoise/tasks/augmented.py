@@ -36,7 +36,7 @@ class AugmentedClassification(Classification):
         flip: bool = False,
         label_smoothing: float = 0.0,
         top: int = 1,
-        gamma: float = 1e-5,
+        gamma: float = 1e-6,
         diversity: float = 0.01,
     ):
         super().__init__(class_names, shift, flip, label_smoothing, top)
