@@ -322,6 +322,9 @@ def test_what_is_said_of_figure_3c_is_what_was_measured():
         f"{first}, {second} and {third} for γ = 0, 1e-7 and 1e-6, and {measured['coupled']['accuracy']:.2%} of a MOptEq"
     )
     assert told in SAID
+    assert f"MOptEq has {measured['coupled']['accuracy']:.2%} and POptEq without fusion {first}" in SAID  # gamma 0
+    beyond = json.loads((ROOT / "results" / "opteq" / "figure3c-1e-5.json").read_text())
+    assert f"outgrow the loss and {beyond['test']['accuracy']:.2%} are left" in SAID
     assert measured["augmented"][0]["accuracy"] >= max(run["accuracy"] for run in measured["augmented"])
 
 

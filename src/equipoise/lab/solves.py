@@ -45,8 +45,7 @@ def counts(statistics: Sequence[Statistics]) -> Sums:
 
 
 def failed_samples(solves: Iterable[Solution]) -> tuple[int, int, int]:
-    """How many samples of these solves did not converge, forward or backward, how many of them ended at something that
-    is not finite, and how many samples there were."""
+    """How many samples failed, forward or backward, how many of those were not finite, and how many there were."""
     failed = lost = total = 0
     for solution in solves:
         converged, nonfinite = solution.converged, solution.result == Result.NONFINITE
