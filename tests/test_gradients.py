@@ -482,7 +482,7 @@ def test_unrolled_residual_of_a_zero_answer_is_zero():
 def test_unrolled_reports_what_is_not_finite():
     w, x = leaf(W), X.clone()
     x[1] = torch.nan
-    with pytest.warns(eq.ConvergenceWarning, match="1 NONFINITE"):
+    with pytest.warns(eq.ConvergenceWarning, match="NONFINITE"):
         sol = eq.fixed_point(contraction(w), Z0, x, gradient=eq.UnrolledGradient(30))
     assert sol.result.tolist()[1] == Result.NONFINITE
 
@@ -698,7 +698,7 @@ def test_failed_backward_solve_warns():
     w = leaf(W)
     gradient = eq.ImplicitGradient(tolerance=eq.Tolerance(relative=1e-12, max_steps=2))
     sol = solved(w, X, gradient=gradient)
-    with pytest.warns(eq.ConvergenceWarning, match=r"backward solve failed for 2 of 2 samples \(2 MAX_STEPS"):
+    with pytest.warns(eq.ConvergenceWarning, match=r"backward solve failed for some samples \(MAX_STEPS"):
         sol.value.sum().backward()
     assert sol.backward.result.tolist() == [Result.MAX_STEPS] * 2
     assert torch.isfinite(w.grad).all()

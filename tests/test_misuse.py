@@ -186,7 +186,7 @@ def test_shape_is_checked_at_every_call():
 
 
 def test_nan_at_once_warns_with_the_remedy():
-    with pytest.warns(eq.ConvergenceWarning, match="4 NONFINITE.*NaN or infini.*check the inputs"):
+    with pytest.warns(eq.ConvergenceWarning, match="NONFINITE.*NaN or infini.*check the inputs"):
         sol = eq.fixed_point(lambda z, x: x / 0 * 0, Z, X)
     assert torch.equal(sol.value, Z)
 
@@ -522,7 +522,7 @@ def test_frozen_parameters_and_no_grad_pass_silently():
         eq.fixed_point(Cell("detach"), Z, X)
 
 
-# f that is no function of z
+# f that is not a function of z
 
 
 class Around(nn.Module):
@@ -565,7 +565,7 @@ def test_dropout_of_nothing_passes_silently():
 def test_fresh_noise_is_detected_when_a_gradient_is_needed(rule):
     weight = torch.full((3,), 0.1, requires_grad=True)
     noisy = lambda z, x: torch.tanh(weight * z) + x + 0.1 * torch.randn_like(z)
-    with pytest.warns(eq.ImpureFunctionWarning, match="no function of z: at the same z its residual was.*noise"):
+    with pytest.warns(eq.ImpureFunctionWarning, match="not a function of z.*noise"):
         eq.fixed_point(noisy, Z, X, on_failure="ignore", gradient=rule)
 
 

@@ -21,6 +21,8 @@ ROOMS = [
     "captures",
     "layout",
     "problem",
+    "independence",
+    "rescaled",
     "solvers",
     "graph",
     "gradient_paths",

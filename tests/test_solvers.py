@@ -209,7 +209,7 @@ def test_krylov_solver_does_not_claim_a_tolerance_below_rounding(solver):
     tolerance = eq.Tolerance(relative=1e-12, max_steps=300)
     sol = eq.fixed_point(f, torch.zeros(3, 20), b, solver=solver, tolerance=tolerance, on_failure="ignore")
     again = true_residual(f, sol.value, b)
-    assert not (sol.converged & (again > tolerance.relative)).any()
+    assert not (sol.converged & ~sol.stats.rounded & (again > tolerance.relative)).any()
     torch.testing.assert_close(sol.stats.residual, again, rtol=0.5, atol=1e-7)
 
 

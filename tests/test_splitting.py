@@ -464,7 +464,7 @@ def test_running_out_of_steps_is_reported(solver):
     case = Case(SPECS["dense"])
     few = eq.Tolerance(relative=1e-12, max_steps=3)
     with torch.no_grad():
-        with pytest.warns(eq.ConvergenceWarning, match="3 MAX_STEPS"):
+        with pytest.warns(eq.ConvergenceWarning, match="MAX_STEPS"):
             sol = case.solve(solver, few)
         assert (sol.stats.steps == 3).all()
         assert (sol.result == eq.Result.MAX_STEPS).all()
@@ -480,7 +480,7 @@ def test_a_failed_backward_solve_is_reported():
     case.sources()
     few = eq.ImplicitGradient(tolerance=eq.Tolerance(relative=1e-12, max_steps=2))
     sol = case.solve(eq.PeacemanRachford(), gradient=few)
-    with pytest.warns(eq.ConvergenceWarning, match="the backward solve failed for 3 of 3 samples"):
+    with pytest.warns(eq.ConvergenceWarning, match=r"the backward solve failed for some samples \(MAX_STEPS"):
         loss(per_sample(sol.value)).backward()
     sol = case.solve(eq.PeacemanRachford(), gradient=few, on_failure="raise")
     with pytest.raises(eq.ConvergenceError, match="the backward solve failed"):

@@ -1,14 +1,18 @@
-"""What a function can reach by name: the modules and tensors in its closure, globals, defaults and attributes."""
+"""What a function can reach by name: the modules and tensors in its closure, globals, defaults and attributes.
+
+:class:`Substituted` runs a function with others in their place, without touching them: other threads may use them.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
@@ -76,3 +80,27 @@ def layers(f: Any) -> Iterator[tuple[str, nn.Module]]:
     for phrase, item in visible(f):
         if isinstance(item, nn.Module):
             yield from ((f"{phrase} {name}".strip() or "f", module) for name, module in item.named_modules())
+
+
+class Substituted(TorchFunctionMode):
+    """A context in which torch functions called by this thread see other tensors in place of some.
+
+    Args:
+        tensors: what to put in place of the tensor with each ``id``.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*self.replaced(args), **{name: self.replaced(value) for name, value in (kwargs or {}).items()})
+
+    def replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensors.get(id(value), value)
+        if type(value) in (tuple, list):
+            return type(value)(self.replaced(part) for part in value)
+        return value

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.captures import Substituted
 from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
 from equipoise.gradient_paths import named_sources
 from equipoise.gradients import GradientRule
+from equipoise.independence import other_than
 from equipoise.layout import leaves, rebuild
 from equipoise.problem import FunctionProblem
 from equipoise.solution import Result, Solution
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius
-from equipoise.tolerance import Tolerance, relative_residual, row_norms
+from equipoise.tolerance import Tolerance, residual_at
 
 LONG = Tolerance(max_steps=200)
 LOOKED_AT = 8  # failed samples examined closely; the Jacobian is probed for each
@@ -55,12 +57,16 @@ def diagnose(solution: Solution) -> Diagnosis:
     problem, stats = solved.problem, solution.stats
     failed = ~stats.converged
     looked = (failed if bool(failed.any()) else ~failed).nonzero().squeeze(1)[:LOOKED_AT]
+    if problem.coupled:
+        looked = looked[:1]  # there is one problem
     if not len(stats.result):
         return Diagnosis(["An empty batch: nothing was solved."], looked)
     counts = {r: n for r, n in stats.counts().items() if r != Result.CONVERGED}
     if counts:
         kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
         findings = [f"{int(failed.sum())} of {failed.numel()} samples failed ({kinds})."]
+        if Result.COUPLED in counts:
+            findings.append(Result.COUPLED.message)
     else:
         findings = [f"All {failed.numel()} samples converged in {int(stats.steps.max())} steps or fewer."]
 
@@ -72,32 +78,35 @@ def diagnose(solution: Solution) -> Diagnosis:
     with torch.no_grad():
         part = problem.take(looked) if problem.gatherable else problem
         images = [part(rows) for _ in range(2)]
-    gaps = [relative_residual(row_norms(image - rows), row_norms(image)) for image in images]
+    gaps = [residual_at(rows, image) for image in images]
     if not all(bool(torch.isfinite(gap).all()) for gap in gaps):
         findings.append(
             "f returns NaN or infinity from finite inputs and a finite z: look inside f (division, log, exp, "
             f"overflow of {problem.layout.dtype}); torch.autograd.set_detect_anomaly helps."
         )
         return Diagnosis(findings, looked)
-    change = float(relative_residual(row_norms(images[0] - images[1]), row_norms(images[0])).max())
+    change = float(residual_at(images[1], images[0]).max())
     if change > 100 * problem.rounding:
         findings.append(
-            f"f is no function of z: two evaluations at the same z differ by {change:.1e}. Look for dropout (use "
+            f"f is not a function of z: two evaluations at the same z differ by {change:.1e}. Look for dropout (use "
             "equipoise.VariationalDropout), noise or changing state inside f."
         )
 
+    findings += idle(problem, part, rows, images[0], solution)
     tolerance = solved.tolerance
     floor = 4 * problem.rounding
     worst = float(gaps[0].max())
-    rounding_reached = bool(counts) and tolerance.absolute == 0 and tolerance.relative < floor and worst < 100 * floor
+    rounded = stats.rounded is not None and bool(stats.rounded.any())
+    near = bool(counts) and tolerance.absolute == 0 and tolerance.relative < floor and worst < 100 * floor
+    rounding_reached = rounded or near
     if rounding_reached:
         findings.append(
             f"The tolerance is below rounding: relative={tolerance.relative:g} is asked for, {problem.layout.dtype} "
             f"resolves about {floor:.0e}, and {worst:.1e} was reached. Loosen it, or use float64."
         )
 
-    radius = spectral_radius(part.f, part.layout.unpack(rows), *part.inputs)
-    radius = radius if problem.gatherable else radius[looked]
+    radius = spectral_radius(part, rows)  # of a coupled problem, the whole batch is one row
+    radius = radius if problem.gatherable or problem.coupled else radius[looked]
     rho = float(radius.max())
     if rho >= 1:
         findings.append(
@@ -122,12 +131,30 @@ def diagnose(solution: Solution) -> Diagnosis:
     return Diagnosis(findings, looked, radius)
 
 
+def idle(problem: FunctionProblem, part: FunctionProblem, rows: Tensor, image: Tensor, solution: Solution) -> list[str]:
+    """Say so if the solver had nothing to do: f does not depend on z, or every sample was solved where it started."""
+    with torch.no_grad():
+        elsewhere = residual_at(image, part(other_than(rows)))
+    if bool((elsewhere <= problem.rounding).all()):
+        return [
+            "The solver does nothing: f does not depend on z at the samples looked at, so its fixed point is one "
+            "evaluation of f. Check that f uses its first argument, and that the weights it is multiplied by are not 0."
+        ]
+    if bool(solution.converged.all()) and int(solution.stats.steps.max()) == 1:
+        return [
+            "The solver does nothing: every sample was within the tolerance at z0 already. Tighten the tolerance, or "
+            "start elsewhere to see whether f moves at all."
+        ]
+    return []
+
+
 def non_finite(problem: FunctionProblem, rows: Tensor) -> list[str]:
     """Names of inputs (at these samples) and parameters that hold NaN or infinity."""
     found = []
     for i, tree in enumerate(problem.inputs):
         for name, tensor in leaves(tree, f"inputs[{i}]"):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor[rows]).all()):
+            looked = tensor if problem.coupled else tensor[rows]
+            if tensor.is_floating_point() and not bool(torch.isfinite(looked).all()):
                 found.append(name)
     if isinstance(problem.f, nn.Module):
         named = [*problem.f.named_parameters(), *problem.f.named_buffers()]
@@ -169,17 +196,21 @@ def compare_solvers(
     *inputs: Any,
     solvers: Sequence[Solver] | None = None,
     tolerance: Tolerance = LONG,
+    coupled: bool = False,
     repeats: int = 3,
 ) -> Comparison:
     """Solve the same problem with several solvers, print a table, return it.
 
     Args:
         solvers: which; None tries one of each general kind.
+        coupled: as in :func:`equipoise.fixed_point`.
         repeats: alternated runs, of which the median time is shown.
 
     Example:
         >>> eq.compare_solvers(layer.f, torch.zeros(32, 64), x)
     """
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats is {repeats!r}; it must be a whole number of at least 1.")
     solvers = (
         [Picard(), Picard(0.5), Anderson(), Anderson(kind=1), Broyden(), NewtonKrylov()] if solvers is None else solvers
     )
@@ -189,7 +220,9 @@ def compare_solvers(
         for _ in range(repeats):
             for i, solver in enumerate(solvers):
                 begin = time.perf_counter()
-                solutions[i] = fixed_point(f, z0, *inputs, solver=solver, tolerance=tolerance, on_failure="ignore")
+                solutions[i] = fixed_point(
+                    f, z0, *inputs, solver=solver, tolerance=tolerance, coupled=coupled, on_failure="ignore"
+                )
                 solutions[i].stats.steps.tolist()  # waits for the device
                 times[i].append(time.perf_counter() - begin)
     medians = [sorted(t)[len(t) // 2] for t in times]
@@ -240,6 +273,7 @@ def check_gradients(
     solver: Solver = SOLVER,
     tolerance: Tolerance = TOLERANCE,
     gradient: GradientRule = GRADIENT,
+    coupled: bool = False,
     allowed: float = 1e-2,
     seed: int = 0,
 ) -> GradientCheck:
@@ -249,14 +283,14 @@ def check_gradients(
     small an error can be seen. Inputs and parameters are each moved along one random direction.
 
     Args:
-        solver, tolerance, gradient: the settings to be checked.
+        solver, tolerance, gradient, coupled: the settings to be checked.
         allowed: the relative error that still counts as right.
 
     Example:
         >>> print(eq.check_gradients(layer.f, torch.zeros(4, 64), x, tolerance=eq.Tolerance(1e-3)))
     """
     with torch.random.fork_rng():  # every solve is seeded, for the same dropout masks; the caller's state is kept
-        return compare_with_differences(f, z0, inputs, solver, tolerance, gradient, allowed, seed)
+        return compare_with_differences(f, z0, inputs, solver, tolerance, gradient, coupled, allowed, seed)
 
 
 def compare_with_differences(
@@ -266,6 +300,7 @@ def compare_with_differences(
     solver: Solver,
     tolerance: Tolerance,
     gradient: GradientRule,
+    coupled: bool,
     allowed: float,
     seed: int,
 ) -> GradientCheck:
@@ -284,27 +319,31 @@ def compare_with_differences(
     )
     with torch.enable_grad():
         torch.manual_seed(seed)
-        sol = fixed_point(f, z0, *inputs, solver=solver, tolerance=tolerance, gradient=gradient)
+        sol = fixed_point(f, z0, *inputs, solver=solver, tolerance=tolerance, gradient=gradient, coupled=coupled)
+        if not len(sol.result):
+            raise ValueError(
+                "z0 and inputs hold an empty batch: there is no gradient to check. Give at least one sample."
+            )
         outputs = [t for _, t in leaves(sol.value, "value")]
         weights = [random_like(t) for t in outputs]
         assert sol.solved is not None
         assert isinstance(sol.solved.problem, FunctionProblem)
         sources = dict(named_sources(sol.solved.problem))
         loss = sum((w * t).sum() for w, t in zip(weights, outputs, strict=True))
-        found = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)  # type: ignore[arg-type]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if isinstance(loss, Tensor) and loss.requires_grad:  # it does not where f ignores all that needs a gradient
+            found = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
     double = all(t.dtype == torch.float64 for t in [*outputs, *sources.values()])
     tight = Tolerance(relative=1e-13 if double else 1e-7, max_steps=2000, patience=100)
     step = 1e-5 if double else 1e-2
 
     def moved(tensor: Tensor, by: Tensor) -> float:
-        original = tensor.detach().clone()
-        with torch.no_grad():
-            try:
-                tensor.data.add_(by)
-                torch.manual_seed(seed)
-                value = fixed_point(f, z0, *inputs, solver=solver, tolerance=tight, on_failure="ignore").value
-            finally:
-                tensor.data.copy_(original)
+        other = tensor.detach() + by
+        changed = rebuild(inputs, [other if t is tensor else t for _, t in leaves(inputs, "inputs")])
+        options = {"solver": solver, "tolerance": tight, "coupled": coupled, "on_failure": "ignore"}
+        with torch.no_grad(), Substituted({id(tensor): other}):
+            torch.manual_seed(seed)
+            value = fixed_point(f, z0, *changed, **options).value
         return sum(float((w * t).sum()) for w, (_, t) in zip(weights, leaves(value, "value"), strict=True))
 
     errors = {}

@@ -13,12 +13,13 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from equipoise.gradient_paths import named_sources, require_gradient_paths
-from equipoise.gradients import Forward, GradientRule, ImplicitGradient, Report
+from equipoise.gradients import Forward, GradientRule, ImplicitGradient
+from equipoise.independence import warn_of_sequence_first_layers
 from equipoise.layout import leaves, rebuild
-from equipoise.problem import FunctionProblem, autocast_state
-from equipoise.solution import Solution
+from equipoise.problem import FunctionProblem, autocast_state, require_function
+from equipoise.solution import Report, Solution
 from equipoise.solvers import Anderson, Picard, Progress, Solver
-from equipoise.solvers.base import iterate
+from equipoise.solvers.base import Looks, iterate
 from equipoise.tolerance import Tolerance
 
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
@@ -55,6 +56,7 @@ def fixed_point(
     gradient: GradientRule = GRADIENT,
     on_failure: str = "warn",
     compact: bool = True,
+    coupled: bool = False,
     trace: bool = False,
     callback: Callable[[Progress], object] | None = None,
     check_every: int = 1,
@@ -71,6 +73,8 @@ def fixed_point(
         gradient: how to differentiate; only :class:`UnrolledGradient`, which takes steps of its own, matters without.
         on_failure: "warn", "raise" or "ignore" when samples fail; holds for the backward solve too.
         compact: leave finished samples out of the computation (needs ``inputs``).
+        coupled: solve the whole batch as one problem, with one residual, for an f that mixes its samples: graph
+            networks, attention with the sequence first. Inputs may then have any leading size, such as a list of edges.
         trace: keep the residuals of every check in ``stats.trace``.
         callback: called with a :class:`~equipoise.solvers.Progress` at every check.
         check_every: look at the residuals only every so many steps; each look synchronises with the device once.
@@ -84,8 +88,12 @@ def fixed_point(
         >>> sol.value.shape, bool(sol.converged.all())
         (torch.Size([8, 3]), True)
     """
-    check_options(solver, tolerance, gradient, on_failure, check_every)
-    options = (solver, tolerance, gradient, on_failure, compact, trace, callback, check_every)
+    check_options(solver, tolerance, gradient, on_failure, compact, coupled, check_every)
+    require_bool("trace", trace)
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback is {callback!r}; it must be a function of one argument, an equipoise.Progress.")
+    looks = Looks(trace, callback, check_every)
+    options = (solver, tolerance, gradient, on_failure, compact, coupled, looks)
     if torch.compiler.is_compiling():
         # One clean break in the traced graph; looked up here because dynamo is slow to import.
         reason = "an equilibrium is solved by a loop that looks at its residuals"
@@ -116,14 +124,13 @@ def run(
     gradient: GradientRule,
     on_failure: str,
     compact: bool,
-    trace: bool,
-    callback: Callable[[Progress], object] | None,
-    check_every: int,
+    coupled: bool,
+    looks: Looks,
 ) -> Solution:
     """:func:`fixed_point` behind the door."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # inside it a Jacobian product would silently be zero
-            return run(f, z0, inputs, solver, tolerance, gradient, on_failure, compact, trace, callback, check_every)
+            return run(f, z0, inputs, solver, tolerance, gradient, on_failure, compact, coupled, looks)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "fixed_point cannot run inside torch.func.grad, vmap and the like: it solves a batch already, and its "
@@ -131,15 +138,22 @@ def run(
             "outside the transform, or use equipoise.FixedSteps(layer, steps, solver=Picard()), which transforms like "
             "any module."
         )
-    problem, z, image = FunctionProblem.start(f, z0, inputs)
+    if coupled and solver.structured:
+        raise TypeError(
+            f"coupled=True solves the batch as one problem, and {type(solver).__name__} solves samples one by one: use "
+            "Anderson, Broyden, Picard or NewtonKrylov."
+        )
+    problem, z, image = FunctionProblem.start(f, z0, inputs, coupled=coupled)
     problem.gatherable = problem.gatherable and compact
+    if not coupled:
+        warn_of_sequence_first_layers(problem, z)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(image).tangent is not None:
         raise NotImplementedError(
             "fixed_point has no forward-mode derivative: use reverse mode (torch.autograd.grad), or FixedSteps. For an "
             "equilibrium inside the f of another, solve the outer one with Anderson, Broyden or Picard."
         )
     image = image.detach()  # its graph is not needed
-    forward = Forward(problem, z, image, solver, tolerance, trace, callback, check_every)
+    forward = Forward(problem, z, image, solver, tolerance, looks)
     report = Report(on_failure)
     ruled = problem.needs_gradient or gradient.decides_value
     if ruled:
@@ -149,16 +163,19 @@ def run(
         rows = solved.z.clone()  # f may have returned one of its inputs
         if torch.is_grad_enabled() and any(named_sources(problem)):
             require_gradient_paths(problem, rows, rows)  # nothing has a path: is nothing needed, or all cut off?
-    report.failure(solved.stats, "forward")
-    value = problem.layout.unpack(rows)
+    stats = solved.stats.expand(problem.samples) if coupled else solved.stats
+    report.failure(stats, "forward", below_rounding=solved.below_rounding)
+    value = problem.unpack(rows)
     if ruled:  # copies, so that the caller may change them in place
         value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])
-    solution = Solution(value, solved.stats, solved=solved)
+    solution = Solution(value, stats, solved=solved)
     report.solution = weakref.ref(solution)
     return solution
 
 
-def check_options(solver: Any, tolerance: Any, gradient: Any, on_failure: Any, check_every: Any) -> None:
+def check_options(
+    solver: Any, tolerance: Any, gradient: Any, on_failure: Any, compact: Any, coupled: Any, check_every: Any
+) -> None:
     """Options are objects of the right kind, not names or classes."""
     for name, value, kind, example in (
         ("solver", solver, Solver, "equipoise.Anderson(memory=5)"),
@@ -169,8 +186,16 @@ def check_options(solver: Any, tolerance: Any, gradient: Any, on_failure: Any, c
             raise TypeError(f"{name} is {value!r}; it must be an object such as {example}.")
     if on_failure not in ON_FAILURE:
         raise ValueError(f"on_failure is {on_failure!r}; allowed: {', '.join(map(repr, ON_FAILURE))}.")
+    require_bool("compact", compact)
+    require_bool("coupled", coupled)
     if not isinstance(check_every, int) or check_every < 1:
         raise ValueError(f"check_every is {check_every!r}; it must be a whole number of at least 1.")
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Refuse what is only taken for True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False.")
 
 
 class Equilibrium(nn.Module):
@@ -180,7 +205,7 @@ class Equilibrium(nn.Module):
         f: a module (or function) ``f(z, *inputs) -> z``.
         initial: where to start: a function of the inputs; or the shape of one sample, e.g. ``(64,)``, or a tuple of
             such shapes, for zeros; None is zeros like the first input.
-        solver, tolerance, gradient, on_failure, compact, check_every: as in :func:`fixed_point`.
+        solver, tolerance, gradient, on_failure, compact, coupled, check_every: as in :func:`fixed_point`.
 
     Example:
         >>> layer = eq.Equilibrium(MyCell(), initial=(64,), solver=eq.Anderson(memory=5))
@@ -197,12 +222,12 @@ class Equilibrium(nn.Module):
         gradient: GradientRule = GRADIENT,
         on_failure: str = "warn",
         compact: bool = True,
+        coupled: bool = False,
         check_every: int = 1,
     ):
         super().__init__()
-        check_options(solver, tolerance, gradient, on_failure, check_every)
-        if not callable(f):
-            raise TypeError(f"f is a {type(f).__name__}; it must be a module or function f(z, *inputs) -> z.")
+        check_options(solver, tolerance, gradient, on_failure, compact, coupled, check_every)
+        require_function(f)
         if not (initial is None or callable(initial) or is_shape(initial)):
             raise TypeError(
                 f"initial is {initial!r}; it must be None, a function of the inputs, the shape of one sample, "
@@ -215,9 +240,16 @@ class Equilibrium(nn.Module):
         self.gradient = gradient
         self.on_failure = on_failure
         self.compact = compact
+        self.coupled = coupled
         self.check_every = check_every
 
-    def forward(self, *inputs: Any, z0: Any = None) -> Any:
+    def forward(self, *inputs: Any, z0: Any = None, **unknown: Any) -> Any:
+        if unknown:
+            name = next(iter(unknown))
+            raise TypeError(
+                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and "
+                f"reach f in that order, f(z, x, {name})."
+            )
         return self.solve(*inputs, z0=z0).value
 
     def solve(
@@ -237,6 +269,7 @@ class Equilibrium(nn.Module):
             gradient=self.gradient,
             on_failure=self.on_failure,
             compact=self.compact,
+            coupled=self.coupled,
             trace=trace,
             callback=callback,
             check_every=self.check_every,
@@ -295,16 +328,22 @@ class FixedSteps(nn.Module):
 
     def __init__(self, layer: Equilibrium, steps: int, *, solver: Solver | None = None):
         super().__init__()
+        if not isinstance(layer, Equilibrium):
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; it must be an equipoise.Equilibrium. Replace the equilibrium "
+                "layers inside a model: model.layer = FixedSteps(model.layer, steps)."
+            )
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps!r}; it must be a whole number of at least 1.")
         self.layer, self.steps, self.solver = layer, steps, solver or layer.solver
 
     def forward(self, *inputs: Any, z0: Any = None) -> Any:
-        problem, z, image = FunctionProblem.start(self.layer.f, self.layer.start(inputs) if z0 is None else z0, inputs)
+        start = self.layer.start(inputs) if z0 is None else z0
+        problem, z, image = FunctionProblem.start(self.layer.f, start, inputs, coupled=self.layer.coupled)
         if problem.needs_gradient and not isinstance(self.solver, Picard):
             raise RuntimeError(
                 f"FixedSteps with {self.solver!r} is for inference: run it under torch.no_grad(), "
                 "or use solver=Picard()."
             )
         state = iterate(problem, z, image, self.solver, self.steps)
-        return problem.layout.unpack(state.image)
+        return problem.unpack(state.image)

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from equipoise.captures import tensors_needing_gradients
+from equipoise.captures import Substituted, tensors_needing_gradients
 from equipoise.graph import edges, leaf_of, origin
+from equipoise.independence import other_than
 from equipoise.layout import leaves, rebuild
 from equipoise.problem import FunctionProblem
 
@@ -84,27 +85,16 @@ def unreachable_state(problem: FunctionProblem, rows: Tensor, image: Tensor) -> 
 def changes(
     problem: FunctionProblem, rows: Tensor, image: Tensor, tensors: Collection[Tensor], columns: Collection[slice]
 ) -> bool:
-    """Whether f at ``rows`` changes with ``tensors`` or ``columns``, by trying; all is put back as it was."""
-    others = {id(t): (t, t.data, other_than(t.detach())) for t in tensors}
+    """Return whether f at ``rows`` changes with ``tensors`` or ``columns``, by trying others in their place."""
+    others = {id(t): other_than(t.detach()) for t in tensors}
     given = [t for _, t in leaves(problem.inputs, "inputs")]
     trial, at = problem.with_fresh_weights(), rows.detach().clone()
-    trial.inputs = rebuild(problem.inputs, [others[id(t)][2] if id(t) in others else t for t in given])
+    trial.inputs = rebuild(problem.inputs, [others.get(id(t), t) for t in given])
     for part in columns:
         at[:, part] = other_than(at[:, part])
     with torch.no_grad():
-        try:
-            for tensor, _, changed in others.values():
-                if not any(tensor is t for t in given):
-                    tensor.data = changed  # another memory, so that nothing that shares the old one is touched
+        with Substituted(others):
             after = trial(at)
-        finally:
-            for tensor, before, _ in others.values():
-                tensor.data = before
         finite = torch.isfinite(image)
         scale = torch.where(finite, image, 0.0).abs().max() if image.numel() else 0.0
         return bool((finite & ~((after - image).abs() <= max(1e-6, 100 * problem.rounding) * scale)).any())
-
-
-def other_than(tensor: Tensor) -> Tensor:
-    """A tensor that differs everywhere, by about a tenth."""
-    return 1.01 * tensor + 0.1 * (1 + tensor.abs())

@@ -7,7 +7,6 @@ A gradient rule is an object of its own, chosen independently of the solver. The
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +17,15 @@ import torch
 from torch import Tensor
 
 from equipoise.gradient_paths import require_gradient_paths
-from equipoise.implicit import Adjoint, Report, recorded, with_gradient_of
+from equipoise.implicit import Adjoint, Record, recorded, with_gradient_of
+from equipoise.independence import NOT_A_FUNCTION
 from equipoise.layout import leaves
 from equipoise.problem import Count, FunctionProblem, ImpureFunctionWarning
-from equipoise.solvers.base import Solved, Solver, solve
+from equipoise.solution import Report, warn_user
+from equipoise.solvers.base import Looks, Solved, Solver, solve
 from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.picard import Picard
-from equipoise.tolerance import Tolerance, relative_residual, row_norms
+from equipoise.tolerance import Tolerance, residual_at
 from equipoise.validation import options, require
 
 
@@ -37,22 +38,11 @@ class Forward:
     image: Tensor
     solver: Solver
     tolerance: Tolerance
-    trace: bool
-    callback: Callable[..., object] | None
-    check_every: int
+    looks: Looks
 
-    def solve(self, keep_states: bool = False) -> Solved:
-        return solve(
-            self.problem,
-            self.z.detach(),
-            self.image,
-            self.solver,
-            self.tolerance,
-            trace=self.trace,
-            callback=self.callback,
-            check_every=self.check_every,
-            keep_states=keep_states,
-        )
+    def solve(self, *, keep_states: bool = False, finish: Callable[[Tensor], Tensor] | None = None) -> Solved:
+        looks = dataclasses.replace(self.looks, keep_states=keep_states)
+        return solve(self.problem, self.z.detach(), self.image, self.solver, self.tolerance, looks, finish=finish)
 
 
 class GradientRule(ABC):
@@ -107,12 +97,18 @@ class ImplicitGradient(GradientRule):
                 f"{forward.solver!r}: use solver=Broyden(...), or shine=False."
             )
         batch = len(forward.z)
-        if self.start is not None and not forward.problem.layout.fits(self.start, batch):
+        if self.start is not None and not forward.problem.fits(self.start):
             raise ValueError(
                 "ImplicitGradient.start must be structured and shaped like z0, batch included; "
                 f"given: {', '.join(str(tuple(t.shape)) for _, t in leaves(self.start, 'start'))}."
             )
-        solved = forward.solve(keep_states=self.shine)
+        last: list[Record] = []  # f recorded where the solve ended, if it had to be evaluated there
+
+        def finish(z: Tensor) -> Tensor:
+            last[:] = [Record.of(forward.problem, z)]
+            return last[0].image.detach()
+
+        solved = forward.solve(keep_states=self.shine, finish=finish)
         solver, tolerance = self.solver or forward.solver.for_adjoint(), self.tolerance
         if tolerance is None:
             # An absolute tolerance speaks of z; the size of a loss's gradient has nothing to do with it.
@@ -122,10 +118,11 @@ class ImplicitGradient(GradientRule):
         def attach(part: Solved, rows: Tensor) -> Tensor:
             problem = cast(FunctionProblem, part.problem)
             adjoint = Adjoint(solver, tolerance, report, rows, batch, self.guess(forward, solved, rows))
-            value, z, record = adjoint.attach(problem, part.z, part.companion)
-            require_gradient_paths(problem, z, record)
-            if not solver.structured:
-                check_record(problem, z, record, part.stats.residual)
+            record = last[0] if part.confirmed and not solver.structured else None
+            value, record = adjoint.attach(problem, part.z, pre=part.companion, record=record)
+            require_gradient_paths(problem, record.z, record.image)
+            if not (solver.structured or part.confirmed):
+                check_record(problem, record.z, record.image, part.stats.residual)
             return value
 
         return on_finite_samples(solved, attach), solved
@@ -133,7 +130,7 @@ class ImplicitGradient(GradientRule):
     def guess(self, forward: Forward, solved: Solved, rows: Tensor) -> Callable[[Tensor], Tensor] | None:
         """How to guess u from v for the samples ``rows``; None where v itself is the guess."""
         if self.start is not None:
-            start = forward.problem.layout.pack(self.start).detach().index_select(0, rows)
+            start = forward.problem.pack(self.start).detach().index_select(0, rows)
             return lambda cotangent: start
         if self.shine and isinstance(forward.solver, Broyden):
             return partial(shine_estimate, forward.solver, solved.states, rows)
@@ -162,16 +159,23 @@ class PhantomGradient(GradientRule):
         require(self, "damping", at_least=0.0, below=1.0)
 
     def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
-        solved = forward.solve()
-        return on_finite_samples(solved, self.attach), solved
+        last: list[Tensor] = []  # f recorded where the solve ended, if it had to be evaluated there
 
-    def attach(self, part: Solved, rows: Tensor) -> Tensor:
+        def finish(z: Tensor) -> Tensor:
+            last[:] = [recorded(forward.problem, z)]
+            return last[0].detach()
+
+        solved = forward.solve(finish=finish)
+        return on_finite_samples(solved, partial(self.attach, last)), solved
+
+    def attach(self, last: list[Tensor], part: Solved, rows: Tensor) -> Tensor:
         problem, z = cast(FunctionProblem, part.problem), part.z
         for k in range(self.steps):
-            image = recorded(problem, z)
+            image = last[0] if k == 0 and part.confirmed else recorded(problem, z)
             if k == 0:
                 require_gradient_paths(problem, z, image)
-                check_record(problem, z, image, part.stats.residual)
+                if not part.confirmed:
+                    check_record(problem, z, image, part.stats.residual)
             z = torch.lerp(image, z, self.damping) if self.damping else image
         # The value stays the equilibrium, whose residual was measured: only its gradient is that of the steps.
         return with_gradient_of(z, part.z)
@@ -198,7 +202,7 @@ class UnrolledGradient(GradientRule):
         require(self, "steps", at_least=1, whole=True)
 
     def run(self, forward: Forward, report: Report) -> tuple[Tensor, Solved]:
-        if forward.callback is not None:
+        if forward.looks.callback is not None:
             raise ValueError("UnrolledGradient takes its steps without a solver and calls no callback: leave it out.")
         problem, z = forward.problem, forward.z
         problem.count = Count()  # the evaluation at the door is not one of the steps
@@ -207,15 +211,15 @@ class UnrolledGradient(GradientRule):
             image = recorded(problem, z) if problem.needs_gradient else problem(z)
             if k == 0 and torch.is_grad_enabled():
                 require_gradient_paths(problem, z, image)
-            if forward.trace:
-                residuals.append(relative_residual(row_norms(image - z), row_norms(image)).detach())
+            if forward.looks.trace:
+                residuals.append(residual_at(z.detach(), image.detach()))
             z = image
         with torch.no_grad():
             image = problem(z.detach())
         last = dataclasses.replace(forward.tolerance, max_steps=1)
         solved = solve(problem, z.detach(), image, Picard(), last)  # measures the residual there, no more
         solved.stats.steps = solved.stats.steps + self.steps
-        if forward.trace:
+        if forward.looks.trace:
             solved.stats.trace = torch.stack([*residuals, solved.stats.residual])
         return z, solved
 
@@ -236,16 +240,11 @@ def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tens
 def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
     """The recorded image must be the one the solver saw."""
     with torch.no_grad():
-        again = relative_residual(row_norms(image - z), row_norms(image))
+        again = residual_at(z, image)
         allowed = 0.01 * residual + 100 * problem.rounding
         differs = torch.isfinite(residual) & ~((again - residual).abs() <= allowed)
         if bool(differs.any()):
-            warnings.warn(
-                f"f is no function of z: at the same z its residual was {residual[differs][0]:.2e} during the solve "
-                f"and {again[differs][0]:.2e} after it. Look for dropout, noise, BatchNorm or state inside f.",
-                ImpureFunctionWarning,
-                stacklevel=7,
-            )
+            warn_user(NOT_A_FUNCTION, ImpureFunctionWarning)
 
 
 def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]) -> Tensor:

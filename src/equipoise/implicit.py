@@ -11,8 +11,6 @@ of the very node whose backward is running, and asking autograd to pass through 
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,36 +21,10 @@ from torch import Tensor
 
 from equipoise.graph import captured_tensors, edges
 from equipoise.problem import Count, Problem
-from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
+from equipoise.solution import Report
 from equipoise.solvers.base import Solved, Solver, solve
 from equipoise.solvers.krylov import GMRES
-from equipoise.tolerance import Tolerance, row_norms
-
-
-@dataclass
-class Report:
-    """Where a solve tells how it went: a warning or an error, and the Solution if it is still in use."""
-
-    on_failure: str
-    solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
-
-    def failure(self, stats: Statistics, which: str) -> None:
-        if self.on_failure == "ignore" or (message := failure_message(stats, which)) is None:
-            return
-        if self.on_failure == "raise":
-            raise ConvergenceError(message, stats)
-        warnings.warn(message, ConvergenceWarning, stacklevel=5)
-
-    def backward(self, solved: Solved, rows: Tensor, batch: int) -> None:
-        """Report the adjoint system of the samples ``rows`` of a batch."""
-        solution = self.solution() if self.solution is not None else None
-        if solution is not None:
-            solution.backward = solved.stats.spread(rows, batch)
-            adjoint = solved.z
-            if len(rows) < batch:
-                adjoint = solved.z.new_zeros(batch, solved.z.shape[1]).index_copy(0, rows, solved.z)
-            solution.adjoint = solved.problem.layout.unpack(adjoint)
-        self.failure(solved.stats, "backward")
+from equipoise.tolerance import Tolerance, residual_at
 
 
 def recorded(problem: Problem, z: Tensor) -> Tensor:
@@ -69,6 +41,41 @@ def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
 
 
 @dataclass
+class Record:
+    """f recorded at z: the graph through which a gradient is pulled back.
+
+    Attributes:
+        problem: the problem with ``views`` in place of its sources, to tell them from captures of the same tensors.
+        z: where; a leaf that requires a gradient, unless ``split`` makes that unnecessary.
+        image: f(z) with its graph; W z + b where f is split.
+        split: the structure of f, where a splitting solver sees it, and ``pre`` the value of W z + b.
+    """
+
+    problem: Problem
+    views: list[Tensor]
+    z: Tensor
+    image: Tensor
+    split: Any = None
+    pre: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, z: Tensor, pre: Tensor | None = None, *, structured: bool = False) -> Record:
+        """Record f at ``z``."""
+        with torch.enable_grad():  # the loop that asks for it records nothing
+            views = [tensor.view_as(tensor) for tensor in problem.sources]
+        narrow = problem.with_sources(views)
+        if not structured or (split := narrow.splitting()) is None:
+            z = z.detach().requires_grad_()
+            return cls(narrow, views, z, recorded(narrow, z))
+        z = z.detach()  # no product with W^T is asked of autograd
+        split.share(problem.splitting())
+        if pre is None:
+            with torch.no_grad():
+                pre = split.preactivation(z)
+        return cls(narrow, views, z, split.recorded(z, pre), split, pre)
+
+
+@dataclass
 class Adjoint:
     """How adjoint systems u = v + J^T u are solved, at every order of differentiation."""
 
@@ -79,57 +86,63 @@ class Adjoint:
     batch: int
     start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
 
-    def attach(self, problem: Problem, solution: Tensor, pre: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``solution`` with the gradient of a fixed point of ``problem``, and the record at z that gives it.
+    def attach(
+        self, problem: Problem, solution: Tensor, *, pre: Tensor | None = None, record: Record | None = None
+    ) -> tuple[Tensor, Record]:
+        """Return ``solution`` with the gradient of a fixed point of ``problem``, and the record that gives it.
 
         Args:
             problem: z = f(z).
-            solution: of it, as rows.
+            solution: its solution, as rows.
             pre: W z + b there, where a splitting solver knows it; then nothing is evaluated again.
+            record: f recorded there, where that has been done.
         """
-        sources = problem.sources
-        views = [tensor.view_as(tensor) for tensor in sources]  # to tell them from captures of the same tensors
-        narrow = problem.with_sources(views)
-        if self.solver.structured and narrow.splitting() is not None:
-            z = solution.detach()  # no product with W^T is asked of autograd
-            split = narrow.splitting()
-            split.share(problem.splitting())
-            if pre is None:
-                with torch.no_grad():
-                    pre = split.preactivation(z)
-            record = split.recorded(z, pre)
-            first = partial(self.pull_by_splitting, narrow, split, record)
-            full, before = split.product_adjoint, partial(split.activation, pre)
+        if record is None:
+            record = Record.of(problem, solution, pre, structured=self.solver.structured)
+        if record.split is None:
+            first, full, before = partial(self.pull, record), None, record.image.detach
         else:
-            z = solution.detach().requires_grad_()
-            record = recorded(narrow, z)
-            first, full, before = partial(self.pull, narrow, z, record), None, record.detach
-        captured = captured_tensors(record, [z, *views], problem.visible_tensors)
+            assert record.pre is not None
+            first, full = partial(self.pull_by_splitting, record, record.split), record.split.product_adjoint
+            before = partial(record.split.activation, record.pre)
+        sources = problem.sources
+        captured = captured_tensors(record.image, [record.z, *record.views], problem.visible_tensors)
         higher = partial(self.differentiable_pull, problem, before, len(sources), full)
-        return _Attach.apply(first, higher, record, solution, *sources, *captured), z, record
+        return _Attach.apply(first, higher, record.image, solution, *sources, *captured), record
 
-    def pull(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor) -> Tensor:
+    def report_solve(self, solved: Solved) -> None:
+        """Report the adjoint system: in the Solution, if that is still in use, and as a warning or an error."""
+        solution = self.report.solution() if self.report.solution is not None else None
+        if solution is not None:
+            stats, adjoint = solved.stats.spread(self.rows, self.batch), solved.z
+            if len(self.rows) < self.batch:
+                adjoint = solved.z.new_zeros(self.batch, solved.z.shape[1]).index_copy(0, self.rows, solved.z)
+            coupled = len(solution.result) != self.batch
+            solution.backward = stats.expand(len(solution.result)) if coupled else stats
+            solution.adjoint = solved.problem.unpack(adjoint)
+        self.report.failure(solved.stats, "backward", below_rounding=solved.below_rounding)
+
+    def pull(self, record: Record, cotangent: Tensor) -> Tensor:
         """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
         cotangent = cotangent.detach()
         finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = AdjointProblem(problem, z, image, torch.where(finite, cotangent, 0.0))
+        system = AdjointProblem(record.problem, record.z, record.image, torch.where(finite, cotangent, 0.0))
         guess = system.cotangent if self.start is None else self.start(system.cotangent)
         solved = solve(system, guess, system(guess), self.solver, self.tolerance)
-        self.report.backward(solved, self.rows, self.batch)
+        self.report_solve(solved)
         return torch.where(finite, solved.z, cotangent)  # a loss that is NaN or infinite stays so: scalers look for it
 
-    def pull_by_splitting(self, problem: Problem, split: Any, record: Tensor, cotangent: Tensor) -> Tensor:
+    def pull_by_splitting(self, record: Record, split: Any, cotangent: Tensor) -> Tensor:
         """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
+        problem, pre = record.problem, record.image.detach()
         cotangent = problem.layout.arranged(cotangent.detach())
         finite = torch.isfinite(cotangent.sum(dim=1))[:, None]  # a sum with a NaN is one
         if not (whole := bool(finite.all())):  # or one that has overflowed
             finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = SplitAdjoint(
-            problem, split.adjoint(record.detach(), cotangent if whole else torch.where(finite, cotangent, 0.0))
-        )
+        system = SplitAdjoint(problem, split.adjoint(pre, cotangent if whole else torch.where(finite, cotangent, 0.0)))
         guess = torch.zeros_like(cotangent) if self.start is None else self.start(cotangent)
         solved = solve(system, guess, system(guess), self.solver, self.tolerance)
-        self.report.backward(solved, self.rows, self.batch)
+        self.report_solve(solved)
         return solved.z if whole else torch.where(finite, solved.z, cotangent)
 
     def differentiable_pull(
@@ -160,7 +173,7 @@ class Adjoint:
         system = AdjointProblem(there, at, image, cotangent)
         solver = GMRES() if self.solver.structured else self.solver  # this system shows no structure to split by
         again = replace(self, solver=solver, start=None, report=Report(self.report.on_failure))
-        u, _, _ = again.attach(system, u)
+        u, _ = again.attach(system, u)
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
 
@@ -172,6 +185,7 @@ class AdjointProblem(Problem):
     def __init__(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor):
         self.problem, self.z, self.image, self.cotangent = problem, z, image, cotangent
         self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+        self.unpack = problem.unpack
         self.count = Count()
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -251,7 +265,7 @@ ANOTHER_FUNCTION = (
 def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:
     """Whether f evaluated again gave what it gave before, up to rounding."""
     with torch.no_grad():
-        return bool((row_norms(image - before) <= 1000 * problem.rounding * row_norms(before)).all())
+        return bool((residual_at(image, before) <= 1000 * problem.rounding).all())
 
 
 def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor) -> Sequence[Tensor]:

@@ -20,10 +20,13 @@ def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
         return [(name, tree)]
     if isinstance(tree, tuple | list):
         return [leaf for i, part in enumerate(tree) for leaf in leaves(part, f"{name}[{i}]")]
-    raise TypeError(
-        f"{name} is a {type(tree).__name__}; it must be a tensor or a (nested) tuple of tensors. "
-        "What has no batch dimension belongs in f."
-    )
+    remedy = "What has no batch dimension belongs in f."
+    if tree is None and name.startswith("inputs"):
+        remedy = (
+            "Leave an optional input out and give it a default in f, f(z, x, mask=None), or pass one that changes "
+            "nothing, such as a mask of ones."
+        )
+    raise TypeError(f"{name} is a {type(tree).__name__}; it must be a tensor or a (nested) tuple of tensors. {remedy}")
 
 
 def rebuild(like: Any, parts: Sequence[Any]) -> Any:
@@ -151,6 +154,8 @@ class Layout:
             real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
             widest = torch.promote_types(widest, real)
         self.dtype = widest
+        # Whether some tensor has fewer digits than the rows.
+        self.coarse = any(torch.finfo(leaf.dtype).eps > torch.finfo(widest).eps for leaf in self.leaves)
 
     def pack(self, value: Any) -> Tensor:
         parts = [leaf.pack(t).to(self.dtype) for leaf, (_, t) in zip(self.leaves, leaves(value, "z"), strict=True)]

@@ -7,7 +7,6 @@ A :class:`Problem` maps rows to rows, counts its calls, and can be narrowed to s
 from __future__ import annotations
 
 import copy
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,10 +20,11 @@ from torch.autograd import forward_ad
 from equipoise.captures import layers, tensors_needing_gradients
 from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, skeleton, skeleton_differs
 from equipoise.scope import Scope
+from equipoise.solution import warn_user
 
 
 class ImpureFunctionWarning(RuntimeWarning):
-    """f gave different answers for the same arguments, or mixes the samples of a batch: it is no function of z."""
+    """f gave different answers for the same arguments, or mixes the samples of a batch."""
 
 
 @dataclass
@@ -51,6 +51,8 @@ class Problem(ABC):
     affine: bool = False
     autocast: dict[str, Any] | None = None
     gatherable: bool = False  # whether take() can leave samples out
+    known_impure: bool = False  # whether it was warned that f is not a function
+    unit: Tensor | float = 1.0  # what 1 stands for in each row (see equipoise.rescaled)
 
     @abstractmethod
     def __call__(self, rows: Tensor) -> Tensor: ...
@@ -58,6 +60,23 @@ class Problem(ABC):
     def take(self, rows: Tensor) -> Problem | None:
         """The same problem for the samples ``rows``, calls counted together; None if it turns out not to be."""
         raise NotImplementedError(f"{type(self).__name__} is not gatherable")
+
+    def unpack(self, rows: Tensor) -> Any:
+        """Return rows as a value structured like z0."""
+        return self.layout.unpack(rows)
+
+    def pack(self, value: Any) -> Tensor:
+        """Return a value structured like z0 as rows."""
+        return self.layout.pack(value)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether values have fewer digits than rows, so that an iterate is returned rounded."""
+        return False
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Return the rows of the value that ``rows`` are returned as."""
+        return rows
 
     @property
     def rounding(self) -> float:
@@ -98,51 +117,96 @@ class Problem(ABC):
 
 
 class FunctionProblem(Problem):
-    """``f(z, *inputs)`` on rows, made by :meth:`start`. f's own attributes (its structure) are found at ``f``."""
+    """``f(z, *inputs)`` on rows, made by :meth:`start`. f's own attributes (its structure) are found at ``f``.
 
-    def __init__(self, f: Callable[..., Any], inputs: Sequence[Any], layout: Layout, batch: int, device: torch.device):
+    A coupled problem has one row, which holds the states of all samples.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        inputs: Sequence[Any],
+        layout: Layout,
+        batch: int,
+        device: torch.device,
+        *,
+        coupled: bool,
+    ):
         self.f = f
         self.inputs = tuple(inputs)
         self.layout = layout
         self.device = device
+        self.coupled = coupled
         self.scope = Scope(batch)
         self.count = Count()
         self.affine = bool(getattr(f, "affine", False))
         self.autocast = autocast_state(device.type)
-        self.gatherable = bool(inputs)  # without explicit inputs a closure may have captured the whole batch
+        # Without explicit inputs a closure may have captured the whole batch.
+        self.gatherable = bool(inputs) and not coupled
         self.gathered = False
         self.needs_gradient = False
         self.split: Any = None  # the structure of f, once a solver has asked for it
 
     @classmethod
-    def start(cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> tuple[FunctionProblem, Tensor, Tensor]:
+    def start(
+        cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], *, coupled: bool = False
+    ) -> tuple[FunctionProblem, Tensor, Tensor]:
         """Check everything at the door; return the problem, z0 and f(z0) as rows, with their graphs."""
-        if not callable(f):
-            raise TypeError(f"f is a {type(f).__name__}; it must be a function f(z, *inputs) -> z.")
-        warn_of_mixing_layers(f)
-        z0, batch, device = initial_value(z0, inputs)
-        problem = cls(f, inputs, Layout(z0), batch, device)
-        image = problem.evaluate(z0, batch)
-        problem.check_image(image, batch)
+        require_function(f)
+        warned = warn_of_mixing_layers(f)
+        z0, batch, device = initial_value(z0, inputs, coupled=coupled)
+        problem = cls(f, inputs, Layout(one_sample(z0) if coupled else z0), batch, device, coupled=coupled)
+        problem.known_impure = warned
+        try:
+            image = problem.evaluate(z0)
+        except Exception as error:
+            if swapped(f, z0, inputs):
+                error.add_note(SWAPPED)
+            raise
+        problem.check_image(image)
         found = leaves(image, "f(z)")
         problem.needs_gradient = any(tensor.requires_grad for _, tensor in found)
-        # Rows follow the memory order f produces, so that a channels-last f is never copied back and forth.
-        for leaf, (name, tensor) in zip(problem.layout.leaves, found, strict=True):
-            leaf.permutation = Leaf.of(name, tensor).permutation
-        return problem, problem.layout.pack(z0), problem.layout.pack(image)
+        if not coupled:
+            # Rows follow the memory order f produces, so that a channels-last f is never copied back and forth.
+            for leaf, (name, tensor) in zip(problem.layout.leaves, found, strict=True):
+                leaf.permutation = Leaf.of(name, tensor).permutation
+        return problem, problem.pack(z0), problem.pack(image)
+
+    @property
+    def samples(self) -> int:
+        """How many samples the rows hold."""
+        return self.scope.batch
 
     @property
     def visible_tensors(self) -> list[Tensor]:
         return [tensor for _, tensor in tensors_needing_gradients(self.f)]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        image = self.evaluate(self.layout.unpack(rows), rows.shape[0])
-        self.check_image(image, rows.shape[0])
-        return self.layout.pack(image)
+        image = self.evaluate(self.unpack(rows))
+        self.check_image(image)
+        return self.pack(image)
 
-    def evaluate(self, value: Any, batch: int) -> Any:
-        """f as the user wrote it, in the autocast mode and the scope of this solve."""
-        self.count.add(batch)
+    def unpack(self, rows: Tensor) -> Any:
+        value = self.layout.unpack(rows)
+        return rebuild(value, [tensor[0] for _, tensor in leaves(value, "z")]) if self.coupled else value
+
+    def pack(self, value: Any) -> Tensor:
+        return self.layout.pack(one_sample(value) if self.coupled else value)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value has the nesting and the shapes of z0."""
+        return self.layout.fits(one_sample(value) if self.coupled else value, 1 if self.coupled else self.samples)
+
+    @property
+    def coarse(self) -> bool:
+        return self.layout.coarse
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        return self.pack(self.unpack(rows)) if self.coarse else rows
+
+    def evaluate(self, value: Any) -> Any:
+        """Call f as the user wrote it, in the autocast mode and the scope of this solve."""
+        self.count.add(self.samples)
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
         given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
         with self.scope.entered(), mode:
@@ -158,20 +222,25 @@ class FunctionProblem(Problem):
             )
         return image
 
-    def check_image(self, image: Any, batch: int) -> None:
-        """f must return what it was given: the same nesting, shapes and kind of numbers."""
+    def check_image(self, image: Any) -> None:
+        """Require f to return what it was given: the same nesting, shapes and kind of numbers."""
         expected, found = self.layout.leaves, leaves(image, "f(z)")
         if len(found) != len(expected) or skeleton_differs(image, self.layout.nesting):
             raise ValueError(
                 f"f must return a value structured like z: z has {len(expected)} tensor(s) nested as "
-                f"{outline(self.layout.nesting)}, f(z) has {len(found)} nested as {outline(skeleton(image))}."
+                f"{outline(self.layout.nesting)}, f(z) has {len(found)} nested as {outline(skeleton(image))}. A state "
+                "of several tensors starts from a tuple: z0=(...), or Equilibrium(f, initial=(shape, shape, ...))."
             )
         for leaf, (name, tensor) in zip(expected, found, strict=True):
-            if tensor.shape != (batch, *leaf.shape):
+            shape = tuple(leaf.shape) if self.coupled else (self.samples, *leaf.shape)
+            if tensor.shape != shape:
+                remedy = "f(z, *inputs) must return a value shaped like z."
+                if self.gathered:
+                    remedy = GATHERING
+                elif any(tensor.shape == given.shape for _, given in leaves(self.inputs, "inputs")):
+                    remedy += f" {SWAPPED}"
                 raise ValueError(
-                    f"f changes the shape of z: {leaf.name} is {(batch, *leaf.shape)}, "
-                    f"{name} is {tuple(tensor.shape)}. "
-                    + (GATHERING if self.gathered else "f(z, *inputs) must return a value shaped like z.")
+                    f"f changes the shape of z: {leaf.name} is {shape}, {name} is {tuple(tensor.shape)}. {remedy}"
                 )
             if tensor.dtype != leaf.dtype and not (
                 tensor.dtype.is_floating_point
@@ -203,6 +272,12 @@ class FunctionProblem(Problem):
     def sources(self) -> list[Tensor]:
         return [tensor for _, tensor in leaves(self.inputs, "inputs") if tensor.requires_grad]
 
+    def uncounted(self) -> FunctionProblem:
+        """Return the same problem with a count of its own, for evaluations that are not part of the solve."""
+        probe = copy.copy(self)
+        probe.count = Count()
+        return probe
+
     def with_fresh_weights(self) -> FunctionProblem:
         """The same problem with derived weights to be derived anew."""
         fresh = copy.copy(self)
@@ -223,12 +298,41 @@ class FunctionProblem(Problem):
 GATHERING = (
     "f failed after finished samples were left out of the batch. If f holds tensors of the whole batch "
     "(captured, or stored on a module), pass them as inputs, f(z, *inputs), so that they are narrowed along, "
-    "or set compact=False."
+    "or set compact=False. If f mixes the samples, as a graph network does, set coupled=True."
 )
+SWAPPED = "The state comes first: is f defined as f(x, z) where f(z, x) is called?"
 
 
-def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.device]:
-    """z0 (a value, or a function of the inputs) broadcast over the batch, the batch size and the device of it all."""
+def require_function(f: Any) -> None:
+    """Refuse what cannot be called, or is a class where an object is meant."""
+    if isinstance(f, type) and issubclass(f, nn.Module):
+        raise TypeError(f"f is the class {f.__name__}; pass an object, such as {f.__name__}(...).")
+    if not callable(f):
+        raise TypeError(f"f is a {type(f).__name__}; it must be a function or module f(z, *inputs) -> z.")
+
+
+def swapped(f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> bool:
+    """Whether f, which failed, accepts its first two arguments in the other order."""
+    if not inputs:
+        return False
+    try:
+        with torch.no_grad():
+            image = f(inputs[0], z0, *inputs[1:])
+        return [t.shape for _, t in leaves(image, "f(z)")] == [t.shape for _, t in leaves(z0, "z0")]
+    except Exception:
+        return False
+
+
+def one_sample(value: Any) -> Any:
+    """A whole batch as one sample."""
+    return rebuild(value, [tensor[None] for _, tensor in leaves(value, "value")])
+
+
+def initial_value(z0: Any, inputs: Sequence[Any], *, coupled: bool = False) -> tuple[Any, int, torch.device]:
+    """z0 (a value, or a function of the inputs) broadcast over the batch, the batch size and the device of it all.
+
+    A coupled problem takes z0 as it is, and inputs of any leading size.
+    """
     if callable(z0) and not isinstance(z0, Tensor):
         z0 = z0(*inputs)
     named = leaves(z0, "z0")
@@ -237,15 +341,21 @@ def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.devic
     given = [leaf for i, tree in enumerate(inputs) for leaf in leaves(tree, f"inputs[{i}]")]
     device = named[0][1].device
     for name, tensor in named + given:
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 and not (coupled and name.startswith("inputs")):
             raise ValueError(
                 f"{name} has no dimensions; the first one must be the batch. What has no batch belongs in f."
             )
         if tensor.device != device:
             raise ValueError(f"mixed devices: {named[0][0]} is on {device}, {name} on {tensor.device}.")
+    for name, tensor in named + given:
+        require_numbers(name, tensor, sparse=coupled and name.startswith("inputs"))
     for name, tensor in named:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(f"{name} is {tensor.dtype}; a state must be floating point, e.g. {name}.float().")
+        if tensor.dtype.itemsize == 1 or tensor.dtype == torch.complex32:
+            raise TypeError(f"{name} is {tensor.dtype}; a state needs float16, bfloat16 or wider: convert inside f.")
+    if coupled:
+        return rebuild(z0, [tensor.clone() for _, tensor in named]), named[0][1].shape[0], device
     batch = (given or named)[0][1].shape[0]
     if not given:  # a leaf of batch 1 follows the others
         batch = next((tensor.shape[0] for _, tensor in named if tensor.shape[0] != 1), batch)
@@ -253,10 +363,21 @@ def initial_value(z0: Any, inputs: Sequence[Any]) -> tuple[Any, int, torch.devic
         if tensor.shape[0] != batch and (tensor.shape[0] != 1 or not name.startswith("z0")):
             raise ValueError(
                 f"{name} has batch size {tensor.shape[0]}, others have {batch}: z0 and inputs share their first "
-                "dimension (z0 may have 1). What has no batch dimension belongs in f."
+                "dimension (z0 may have 1). What has no batch dimension belongs in f; inputs of another leading size, "
+                "such as the edges of a graph, need coupled=True."
             )
     own = [tensor.expand(batch, *tensor.shape[1:]).clone() for _, tensor in named]  # never the caller's memory
     return rebuild(z0, own), batch, device
+
+
+def require_numbers(name: str, tensor: Tensor, *, sparse: bool) -> None:
+    """Refuse tensors that solvers cannot compute with."""
+    if tensor.is_meta:
+        raise TypeError(f"{name} is on the meta device, which holds no numbers: move it to a real one, e.g. 'cpu'.")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pad it with to_padded_tensor() and pass a mask as an input.")
+    if tensor.layout != torch.strided and not sparse:
+        raise TypeError(f"{name} is {tensor.layout}; it must be dense (to_dense()), or captured by f if it is fixed.")
 
 
 def autocast_state(device_type: str) -> dict[str, Any] | None:
@@ -266,8 +387,9 @@ def autocast_state(device_type: str) -> dict[str, Any] | None:
     return {"dtype": torch.get_autocast_dtype(device_type), "cache_enabled": torch.is_autocast_cache_enabled()}
 
 
-def warn_of_mixing_layers(f: Any) -> None:
-    """BatchNorm in training mode ties samples together; dropout draws a new mask at every call."""
+def warn_of_mixing_layers(f: Any) -> bool:
+    """Name layers that tie samples together (BatchNorm in training mode) or draw a new mask at every call (dropout)."""
+    warned = False
     for name, module in layers(f):
         if not module.training:
             continue
@@ -277,11 +399,12 @@ def warn_of_mixing_layers(f: Any) -> None:
             remedy = "it draws a new mask at every call; use equipoise.VariationalDropout"
         else:
             continue
-        warnings.warn(
-            f"f is no function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
+        warn_user(
+            f"f is not a function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
             ImpureFunctionWarning,
-            stacklevel=6,
         )
+        warned = True
+    return warned
 
 
 def version(tensor: Tensor) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import sys
+import warnings
+import weakref
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -17,6 +22,7 @@ class Result(IntEnum):
     MAX_STEPS = 1
     NONFINITE = 2
     STALLED = 3
+    COUPLED = 4
 
     @property
     def message(self) -> str:
@@ -36,6 +42,11 @@ _MESSAGES = {
     Result.STALLED: (
         "The residual stopped shrinking: the tolerance may lie below rounding, or f may not be contractive here "
         "(equipoise.diagnose tells which); loosen the tolerance, use float64, or change the solver."
+    ),
+    Result.COUPLED: (
+        "f mixes the samples of the batch, so a sample that had stopped was not solved any more once others moved: "
+        "put the batch first (batch_first=True in attention and recurrent layers), normalise each sample by itself, or "
+        "solve the whole batch as one problem with coupled=True. The residual is that of the value returned."
     ),
 }
 
@@ -63,6 +74,8 @@ class Statistics:
         evaluations: calls of f (and of its Jacobian products) by the solver.
         rows: samples x calls really computed; gathering keeps it near ``steps.sum()``.
         trace: (checks, batch) residuals at every check, if asked for; a sample that has stopped keeps its last entry.
+        rounded: samples that converged to the rounding of the numbers f computes with, because the tolerance asks for
+            less than that resolves; None where it does not.
     """
 
     result: Tensor
@@ -71,6 +84,7 @@ class Statistics:
     evaluations: int
     rows: int
     trace: Tensor | None = None
+    rounded: Tensor | None = None
 
     @property
     def converged(self) -> Tensor:
@@ -80,6 +94,15 @@ class Statistics:
         """These statistics of some samples, without a trace."""
         result, steps, residual = (entry[rows] for entry in (self.result, self.steps, self.residual))
         return Statistics(result, steps, residual, self.evaluations, self.rows)
+
+    def expand(self, batch: int) -> Statistics:
+        """Return the statistics of one coupled problem as those of each of its ``batch`` samples."""
+        per_sample = {
+            name: entry.expand(*entry.shape[:-1], batch).clone()
+            for name in ("result", "steps", "residual", "trace", "rounded")
+            if (entry := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **per_sample)
 
     def spread(self, rows: Tensor, batch: int) -> Statistics:
         """These statistics of the samples ``rows`` as those of a whole batch; the others had no finite f to solve."""
@@ -105,8 +128,10 @@ class Statistics:
         if batch == 0:
             return "an empty batch: nothing to solve"
         steps, residual = self.steps.float(), self.residual.double()
+        rounded = 0 if self.rounded is None else int(self.rounded.sum())
+        precision = f" ({rounded} to rounding, short of the tolerance)" if rounded else ""
         return (
-            f"{int(self.converged.sum())} of {batch} samples converged\n"
+            f"{int(self.converged.sum())} of {batch} samples converged{precision}\n"
             f"steps median {steps.median():.0f}, most {steps.max():.0f}; "
             f"residual median {residual.median():.1e}, worst {residual.max():.1e}; "
             f"{self.evaluations} evaluations, {self.rows} rows"
@@ -152,29 +177,79 @@ class Solution:
         elif self.backward is not None:
             story += f"\nbackward: {' - '.join(str(self.backward).splitlines())}"
         elif self.result.numel():
-            story += "\nevery sample is within the tolerance"
+            rounded = self.stats.rounded is not None and bool(self.stats.rounded.any())
+            story += f"\n{TO_ROUNDING if rounded else 'every sample is within the tolerance'}"
         return story
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "solved": None}  # f may be a closure, which does not pickle
 
 
-def failure_message(stats: Statistics, which: str) -> str | None:
-    """The sentence about failed samples of the ``which`` ("forward", "backward") solve, or None if there are none."""
+TO_ROUNDING = (
+    "the tolerance is below what the numbers f computes with resolve: loosen it, or compute in wider ones "
+    "(float32, float64)"
+)
+
+
+def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tuple[dict[Result, int], str]:
+    """Return how many samples of the ``which`` ("forward", "backward") solve failed in which way, and a remedy.
+
+    Args:
+        below_rounding: whether the tolerance is below what the numbers resolve.
+    """
     counts = stats.counts()
     counts.pop(Result.CONVERGED, None)
     if not counts:
-        return None
-    failed = ~stats.converged
-    worst = torch.where(failed, stats.residual, torch.zeros_like(stats.residual)).max()
-    kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
+        return {}, ""
     commonest = max(counts, key=counts.__getitem__)
     advice = commonest.message
-    if commonest == Result.NONFINITE and bool((stats.steps[failed] == 1).all()):
+    if commonest == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
         advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
+    if commonest in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
+        advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
     if which == "backward":
         advice += " The backward solve has settings of its own: ImplicitGradient(solver=..., tolerance=...)."
-    return (
-        f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({kinds}; "
-        f"worst residual {worst:.1e} after {stats.evaluations} evaluations). {advice}"
-    )
+    return counts, advice
+
+
+@dataclass
+class Report:
+    """Where a solve reports how it went: a warning or an error, and the Solution if it is still in use."""
+
+    on_failure: str
+    solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
+
+    def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
+        """Warn or raise if samples failed.
+
+        A warning has no numbers in it: Python shows it once per line of the user's code and kind of failure. The
+        numbers are in the Solution, and in the error.
+        """
+        if self.on_failure == "ignore":
+            return
+        counts, advice = failure_advice(stats, which, below_rounding=below_rounding)
+        if not counts:
+            return
+        if self.on_failure == "raise":
+            failed = ~stats.converged
+            worst = torch.where(failed, stats.residual, torch.zeros_like(stats.residual)).max()
+            kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
+            raise ConvergenceError(
+                f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({kinds}; worst "
+                f"residual {worst:.1e} after {stats.evaluations} evaluations). {advice}",
+                stats,
+            )
+        kind = max(counts, key=counts.__getitem__).name
+        message = f"the {which} solve failed for some samples ({kind}; see Solution.stats). {advice}"
+        warn_user(message, ConvergenceWarning)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of code that is neither this package's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INTERNAL):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+INTERNAL = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))

@@ -48,7 +48,7 @@ class Hidden:
 
     def objective(self, y: Tensor, z: Tensor) -> Tensor:
         """G, (batch,)."""
-        parts = (self.problem.layout.unpack(rows) for rows in (y, z))
+        parts = (self.problem.unpack(rows) for rows in (y, z))
         with self.problem.scope.entered():
             return self.f.energy(*parts, *self.problem.inputs)  # type: ignore[attr-defined]
 
@@ -70,9 +70,8 @@ class Hidden:
         return self.call(lambda value: rebuild(value, [function(part) for _, part in leaves(value, "y")]), rows)
 
     def call(self, function: Any, rows: Tensor, *inputs: Any) -> Tensor:
-        layout = self.problem.layout
         with self.problem.scope.entered():
-            return layout.pack(function(layout.unpack(rows), *inputs))
+            return self.problem.pack(function(self.problem.unpack(rows), *inputs))
 
 
 @dataclass
@@ -85,6 +84,8 @@ class DescentState(State):
 
 class DescentSolver(Solver):
     """A solver that needs to see the objective behind f."""
+
+    structured = True
 
     def hidden(self, problem: Problem) -> Hidden:
         f = getattr(problem, "f", None)

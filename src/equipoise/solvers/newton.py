@@ -77,7 +77,7 @@ class NewtonKrylov(Solver):
         right = state.gap / size
         linearised = Linearised(problem, state.z, right)
         tolerance = Tolerance(relative=0.0, absolute=self.forcing, max_steps=self.inner_steps + 1)
-        found = solve(linearised, right, linearised(right), self.inner, tolerance, confirm=False)
+        found = solve(linearised, right, linearised(right), self.inner, tolerance, inner=True)
         return GapState(*backtrack(problem, state, found.z * size, self.line_search))
 
     def for_adjoint(self) -> Solver:
