@@ -138,3 +138,12 @@ def test_gradient_check_reaches_captured_tensors_and_leaves_them_as_they_were():
     assert check.ok
     assert "captured 'W'" in check.errors
     assert torch.equal(W, before)
+
+
+def test_a_solver_that_does_nothing_is_said_to():
+    x = torch.randn(6, 12)
+    ignoring = lambda z, x: torch.tanh(x) + 0 * z
+    assert "The solver does nothing: f does not depend on z" in str(eq.diagnose(solve(ignoring, x)))
+    at_once = eq.fixed_point(lambda z, x: 0.5 * z + 0 * x, torch.zeros(6, 12), x)
+    assert "within the tolerance at z0 already" in str(eq.diagnose(at_once))
+    assert "does nothing" not in str(eq.diagnose(solve(Cell(), x)))

@@ -967,3 +967,61 @@ def test_activation_checkpointing(reentrant):
     (exact,) = grad(layer(x).square().sum(), x)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(x.grad, exact)
+
+
+# Threads
+
+
+def test_looking_for_gradient_paths_touches_nothing_that_other_threads_use():
+    """An unused parameter is looked for by trying other values, while another thread solves the same layer."""
+
+    class Cell(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(N, N), torch.nn.Linear(N, N)
+
+        def forward(self, z, x):
+            return 0.3 * torch.tanh(self.used(z) + self.unused.weight.detach().mean() + x)
+
+    torch.manual_seed(0)
+    layer = eq.Equilibrium(Cell().double(), tolerance=eq.Tolerance(1e-6))
+    for parameter in layer.f.unused.parameters():
+        parameter.requires_grad_(False)
+    extra = torch.nn.Parameter(torch.ones(N, dtype=DOUBLE))
+    layer.f.register_parameter("extra", extra)  # requires a gradient, and f does not use it: it is tried
+    with torch.no_grad():
+        expected = layer(X)
+    stop, wrong = threading.Event(), []
+
+    def infer():
+        with torch.no_grad():
+            while not stop.is_set():
+                if not torch.equal(layer(X), expected) or extra.data_ptr() != address:
+                    wrong.append(1)
+
+    address = extra.data_ptr()
+    others = [threading.Thread(target=infer) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    for _ in range(60):
+        layer(X.clone().requires_grad_()).sum().backward()
+    stop.set()
+    for thread in others:
+        thread.join()
+    assert not wrong
+
+
+def test_a_parameter_that_is_tried_is_never_changed():
+    weight = torch.nn.Parameter(torch.full((N,), 0.5, dtype=DOUBLE))
+    seen = []
+
+    def f(z, x):
+        seen.append(weight.data_ptr())
+        return torch.tanh(weight.detach() * z) + x
+
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="captured 'weight' requires a gradient"):
+        eq.fixed_point(f, Z0, X.clone().requires_grad_())
+    assert torch.equal(weight, before)
+    assert weight._version == 0
+    assert len(set(seen)) == 1  # the memory that f sees is its own at every call

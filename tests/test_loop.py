@@ -513,6 +513,37 @@ def test_warnings_point_to_the_line_that_called():
     assert caught[0].filename == __file__
 
 
+def test_a_warning_is_shown_once_per_line_and_kind():
+    """Its words have no numbers in them; those are in the Solution."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        for steps in (3, 4, 5, 6):
+            tolerance = eq.Tolerance(relative=1e-9, max_steps=steps)
+            picard(linear, None, rates(0.9, 0.0, 0.5)[: steps - 2], tolerance=tolerance)
+        assert len({str(w.message) for w in caught}) == 1
+        for steps in (3, 4, 5):
+            tolerance = eq.Tolerance(relative=1e-9, max_steps=steps)
+            eq.fixed_point(linear, torch.zeros(1, 1), torch.full((1, 1), 0.9), tolerance=tolerance)
+    assert [w.filename for w in caught] == [__file__] * len(caught)
+    assert len(caught) == 2
+
+
+def test_warnings_of_layers_and_backward_passes_point_to_the_user():
+    x = torch.full((2, 1), 0.9, requires_grad=True)
+    few = eq.Tolerance(relative=1e-9, max_steps=2)
+    layer = eq.Equilibrium(linear, tolerance=few, solver=eq.Picard())
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    with pytest.warns(eq.ConvergenceWarning) as caught:
+        value = model(x)
+    here = caught[0].lineno
+    assert caught[0].filename == __file__
+    with pytest.warns(eq.ConvergenceWarning, match="backward") as caught:
+        value.sum().backward()
+    assert caught[0].filename == __file__
+    assert caught[0].lineno > here
+
+
 def test_failure_raises_when_asked():
     tolerance = eq.Tolerance(relative=1e-9, max_steps=5)
     with pytest.raises(eq.ConvergenceError, match="forward solve failed for 1 of 2") as caught:

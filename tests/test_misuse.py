@@ -257,6 +257,66 @@ def test_values_must_be_tensors(z0, inputs, words):
         eq.fixed_point(f, z0, *inputs)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: eq.Equilibrium(nn.Linear), r"f is the class Linear; pass an object, such as Linear\(...\)"),
+        (lambda: eq.fixed_point(nn.Linear, Z, X), "f is the class Linear"),
+        (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer is a Linear; it must be an equipoise.Equilibrium"),
+        (lambda: eq.fixed_point(f, Z, X, callback=5), "callback is 5; it must be a function of one argument"),
+        (lambda: eq.fixed_point(f, Z, X, compact="no"), "compact is 'no'; it must be True or False"),
+        (lambda: eq.fixed_point(f, Z, X, trace=1), "trace is 1; it must be True or False"),
+        (lambda: eq.fixed_point(f, Z, X, coupled="yes"), "coupled is 'yes'"),
+        (lambda: eq.Equilibrium(f, compact=None), "compact is None"),
+        (lambda: eq.Equilibrium(f, coupled=1), "coupled is 1"),
+        (lambda: eq.fixed_point(f, Z.to_sparse(), X), r"z0 is torch.sparse_coo; it must be dense"),
+        (lambda: eq.fixed_point(f, Z, X.to_sparse()), r"inputs\[0\] is torch.sparse_coo"),
+        (lambda: eq.fixed_point(f, Z.to(torch.float8_e4m3fn), X), "z0 is torch.float8_e4m3fn; a state needs float16"),
+        (lambda: eq.fixed_point(f, Z.to("meta"), X.to("meta")), "z0 is on the meta device"),
+        (
+            lambda: eq.fixed_point(f, torch.nested.nested_tensor([Z[0], Z[1, :2]], layout=torch.jagged), X),
+            "z0 is a nested tensor; pad it",
+        ),
+        (lambda: eq.fixed_point(f, Z, X, None), r"inputs\[1\] is a NoneType.*f\(z, x, mask=None\)"),
+        (lambda: eq.Equilibrium(f)(X, mask=X), r"no keyword argument 'mask': inputs are positional, layer\(x, mask\)"),
+    ],
+)
+def test_misunderstandings_get_a_sentence(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_swapped_arguments_are_seen_where_shapes_tell():
+    weight = torch.randn(3, 2)
+    g = lambda x, z: torch.tanh(z + x @ weight)
+    with pytest.raises(RuntimeError, match="The state comes first"):
+        eq.fixed_point(g, torch.zeros(4, 2), X)
+    with pytest.raises(ValueError, match="The state comes first"):
+        eq.fixed_point(lambda x, z: z + 0 * x[:, :1], torch.zeros(4, 2), X)
+
+
+def test_a_state_of_several_tensors_needs_a_start():
+    def pair(z, x):
+        a, b = z
+        return b / 2 + x, a / 2
+
+    with pytest.raises(ValueError, match=r"f failed at its first call, where z is \(4, 3\).*initial=...\)"):
+        eq.Equilibrium(pair)(X)
+    with pytest.raises(ValueError, match=r"z has 1 tensor.*f\(z\) has 2 nested as .*initial=\(shape, shape"):
+        eq.Equilibrium(lambda z, x: (z / 2, x))(X)
+    assert len(eq.Equilibrium(pair, initial=((3,), (3,)))(X)) == 2
+
+
+def test_gradient_checks_without_anything_to_check():
+    with pytest.raises(ValueError, match="the batch is empty.*give at least one sample"):
+        eq.check_gradients(f, Z[:0], X[:0])
+    ignored = nn.Linear(3, 3)
+    check = eq.check_gradients(lambda z, x: 0.5 * z + 1 + 0 * ignored.weight[0, 0].item(), Z, X)
+    assert check.ok
+    with pytest.raises(ValueError, match="repeats is 0"):
+        eq.compare_solvers(f, Z, X, repeats=0)
+
+
 # Gradients that cannot be had
 
 

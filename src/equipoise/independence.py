@@ -8,14 +8,11 @@ front door asks when f contains a layer that takes the batch for something else.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from equipoise.captures import layers
 from equipoise.problem import FunctionProblem, ImpureFunctionWarning, Problem
 from equipoise.solution import warn_user
 from equipoise.tolerance import residual_at
-
-SEQUENCE_FIRST = (nn.MultiheadAttention, nn.RNNBase)  # torch's own layers with an option batch_first, off by default
 
 
 def mixes_samples(problem: Problem, rows: Tensor, image: Tensor) -> bool:
@@ -68,23 +65,15 @@ def other_than(tensor: Tensor) -> Tensor:
 
 
 def warn_of_sequence_first_layers(problem: FunctionProblem, rows: Tensor) -> None:
-    """Name layers inside f that take the first dimension for a sequence, if that makes samples depend on each other."""
-    probe = problem.uncounted()
-    suspects = [
-        (name, module)
-        for name, module in layers(problem.f)
-        if isinstance(module, SEQUENCE_FIRST) and not module.batch_first
-    ]
-    if not suspects or len(rows) < 2:
+    """Name a layer inside f that takes the first dimension for a sequence, if that makes f mix the samples."""
+    if problem.sequence_first is None or len(rows) < 2:
         return
     with torch.no_grad():
-        rows = other_than(rows.detach())  # attention over zeros would hide it
+        probe, rows = problem.uncounted(), other_than(rows.detach())  # attention over zeros would hide it
         if not mixes_samples(probe, rows, probe(rows)):
             return
-    name, module = suspects[0]
     warn_user(
-        f"f mixes the samples of the batch: {name} is a {type(module).__name__} with batch_first=False, which takes "
-        "the first dimension for the sequence. Make it with batch_first=True, or solve the batch as one problem with "
-        "coupled=True.",
+        f"f mixes the samples of the batch: {problem.sequence_first} takes the first dimension for the sequence. Make "
+        "it with batch_first=True, or solve the batch as one problem with coupled=True.",
         ImpureFunctionWarning,
     )

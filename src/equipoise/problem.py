@@ -22,6 +22,8 @@ from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, ske
 from equipoise.scope import Scope
 from equipoise.solution import warn_user
 
+SEQUENCE_FIRST = (nn.MultiheadAttention, nn.RNNBase)  # torch's own layers with an option batch_first, off by default
+
 
 class ImpureFunctionWarning(RuntimeWarning):
     """f gave different answers for the same arguments, or mixes the samples of a batch."""
@@ -145,6 +147,7 @@ class FunctionProblem(Problem):
         self.gatherable = bool(inputs) and not coupled
         self.gathered = False
         self.needs_gradient = False
+        self.sequence_first: str | None = None  # a layer inside f that takes the first dimension for a sequence
         self.split: Any = None  # the structure of f, once a solver has asked for it
 
     @classmethod
@@ -153,15 +156,14 @@ class FunctionProblem(Problem):
     ) -> tuple[FunctionProblem, Tensor, Tensor]:
         """Check everything at the door; return the problem, z0 and f(z0) as rows, with their graphs."""
         require_function(f)
-        warned = warn_of_mixing_layers(f)
+        warned, sequence_first = inspect_layers(f)
         z0, batch, device = initial_value(z0, inputs, coupled=coupled)
         problem = cls(f, inputs, Layout(one_sample(z0) if coupled else z0), batch, device, coupled=coupled)
-        problem.known_impure = warned
+        problem.known_impure, problem.sequence_first = warned, sequence_first
         try:
             image = problem.evaluate(z0)
         except Exception as error:
-            if swapped(f, z0, inputs):
-                error.add_note(SWAPPED)
+            error.add_note(SWAPPED if swapped(f, z0, inputs) else FIRST_CALL.format(shapes=shapes_of(z0)))
             raise
         problem.check_image(image)
         found = leaves(image, "f(z)")
@@ -300,6 +302,10 @@ GATHERING = (
     "(captured, or stored on a module), pass them as inputs, f(z, *inputs), so that they are narrowed along, "
     "or set compact=False. If f mixes the samples, as a graph network does, set coupled=True."
 )
+FIRST_CALL = (
+    "f failed at its first call, where z is {shapes}. If that is not the state f expects, give z0, or "
+    "Equilibrium(f, initial=...) the shape of one sample or a tuple of such shapes."
+)
 SWAPPED = "The state comes first: is f defined as f(x, z) where f(z, x) is called?"
 
 
@@ -321,6 +327,12 @@ def swapped(f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> bool:
         return [t.shape for _, t in leaves(image, "f(z)")] == [t.shape for _, t in leaves(z0, "z0")]
     except Exception:
         return False
+
+
+def shapes_of(value: Any) -> str:
+    """The shapes of a value, for a message."""
+    shapes = ", ".join(str(tuple(tensor.shape)) for _, tensor in leaves(value, "value"))
+    return f"({shapes})" if isinstance(value, tuple | list) else shapes
 
 
 def one_sample(value: Any) -> Any:
@@ -387,10 +399,16 @@ def autocast_state(device_type: str) -> dict[str, Any] | None:
     return {"dtype": torch.get_autocast_dtype(device_type), "cache_enabled": torch.is_autocast_cache_enabled()}
 
 
-def warn_of_mixing_layers(f: Any) -> bool:
-    """Name layers that tie samples together (BatchNorm in training mode) or draw a new mask at every call (dropout)."""
-    warned = False
+def inspect_layers(f: Any) -> tuple[bool, str | None]:
+    """Look for layers that do not suit f.
+
+    Warns of those that tie samples together (BatchNorm in training mode) or draw a new mask at every call (dropout).
+    Returns whether there are any, and a layer that takes the first dimension for a sequence.
+    """
+    warned, sequence_first = False, None
     for name, module in layers(f):
+        if isinstance(module, SEQUENCE_FIRST) and not module.batch_first:
+            sequence_first = f"{name}, a {type(module).__name__} with batch_first=False,"
         if not module.training:
             continue
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -404,7 +422,7 @@ def warn_of_mixing_layers(f: Any) -> bool:
             ImpureFunctionWarning,
         )
         warned = True
-    return warned
+    return warned, sequence_first
 
 
 def version(tensor: Tensor) -> int:

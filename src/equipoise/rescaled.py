@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.problem import Problem
-from equipoise.tolerance import largest_entries, powers_of_two, smallest_exact_norm
+from equipoise.tolerance import largest_entries, powers_of_two, row_norms, smallest_exact_norm
 
 
 def units(z: Tensor, image: Tensor) -> Tensor | None:
@@ -24,11 +24,10 @@ def units(z: Tensor, image: Tensor) -> Tensor | None:
         return None
     limits = torch.finfo(image.dtype)
     low, high = smallest_exact_norm(image.dtype) / limits.eps, math.sqrt(limits.max) * limits.eps
-    sizes = largest_entries(image)
-    smallest, largest = torch.stack(sizes.aminmax()).tolist()
-    if low <= smallest and largest <= high:
+    sizes = row_norms(image)
+    if low <= sizes.min().item() and sizes.max().item() <= high:
         return None
-    sizes = torch.maximum(sizes, largest_entries(z))
+    sizes = torch.maximum(largest_entries(image), largest_entries(z))
     unit = torch.where((sizes < low) | (sizes > high), powers_of_two(sizes), 1.0)
     return None if bool((unit == 1).all()) else unit
 

@@ -51,8 +51,7 @@ class Tolerance:
 def relative_residual(residual: Tensor, scale: Tensor) -> Tensor:
     """Return ||f(z) - z|| / ||f(z)||, 0 where both are 0 and finite wherever both are."""
     limits = torch.finfo(scale.dtype)
-    ratio = torch.where(residual == 0, 0.0, residual / scale)  # scale may be 0, or too small for 1 / scale
-    return torch.where(torch.isfinite(residual + scale), ratio.clamp(max=limits.max), ratio)
+    return (residual / scale.clamp(min=limits.tiny)).clamp_(max=limits.max)
 
 
 def residual_at(z: Tensor, image: Tensor) -> Tensor:
@@ -66,7 +65,10 @@ def residual_at(z: Tensor, image: Tensor) -> Tensor:
 
 def squares_fit(gap: Tensor, scale: Tensor) -> bool:
     """Return whether norms of gaps and images are exact: no square that counts underflowed or overflowed."""
-    return bool(((gap >= smallest_exact_norm(gap.dtype)) & torch.isfinite(gap + scale)).all())
+    if not gap.numel():
+        return True
+    smallest, largest, image = gap.min().item(), gap.max().item(), scale.max().item()  # NaN is never in range
+    return smallest_exact_norm(gap.dtype) <= smallest and largest < math.inf and image < math.inf
 
 
 def smallest_exact_norm(dtype: torch.dtype) -> float:

@@ -444,7 +444,7 @@ def loop(
         rounded=book.rounded,
     )
     best = book.best
-    if best is z or not bool(torch.isfinite(stats.residual).all()):
+    if best is z or not (bool(stats.converged.all()) or bool(torch.isfinite(stats.residual).all())):
         best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
     return Solved(best, book.companion, stats, whole, solver, tolerance, states, confirmed)
 
