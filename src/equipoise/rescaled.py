@@ -63,7 +63,7 @@ class Rescaled(Problem):
 
     @property
     def coarse(self) -> bool:
-        return self.problem.coarse
+        return True  # what is small in these units may vanish in the others
 
     @property
     def rounding(self) -> float:
