@@ -63,7 +63,7 @@ class MonDEQ(nn.Module):
         require_images(shape, classes, mean)
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
-        if (kind == "multitier") == isinstance(channels, int):
+        if not isinstance(channels, tuple | list if kind == "multitier" else int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
         self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool

@@ -26,6 +26,8 @@ class MonotoneOperator(nn.Module, ABC):
     I - W >= m I for every value of the parameters: its symmetric part is m I + A^T A (B.2).
     """
 
+    peak = 1.75  # what is held while a factorisation is computed, by what is held afterwards (measured)
+
     def __init__(self, m: float):
         super().__init__()
         if not is_positive(m):
@@ -270,9 +272,11 @@ def full_precision(operator: nn.Module) -> torch.autocast:
 
 
 def inverted(matrices: Tensor) -> Tensor:
-    """The inverses of a stack of matrices; NaN where there is none, as of weights that are not finite."""
+    """The inverses of a stack of matrices; NaN when one has none, as with weights that are not finite."""
     inverse, failed = torch.linalg.inv_ex(matrices)
-    return inverse.masked_fill(failed.bool()[..., None, None], torch.nan) if bool(failed.any()) else inverse
+    if bool(failed.any()) or not bool(torch.isfinite(matrices).all()):
+        return torch.full_like(inverse, torch.nan)
+    return inverse
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 ALWAYS = 2**26  # bytes, for which nobody is asked
-PEAK = 1.75  # what is held while a factorisation is computed, by what is held afterwards: 1.5 to 1.75
 
 
 def require_memory(operator: Any, purpose: str, *, recorded: bool) -> None:
@@ -22,7 +21,7 @@ def require_memory(operator: Any, purpose: str, *, recorded: bool) -> None:
     like = operator.example
     parts = [count * like.element_size() for count in operator.footprint()]
     kept = sum(parts)
-    needed = kept + 2 * max(parts) if recorded else int(PEAK * kept)
+    needed = int(max(operator.peak * kept, kept + 2 * max(parts) if recorded else 0))
     if needed <= ALWAYS or (available := available_memory(like.device)) is None or needed <= available:
         return
     raise torch.OutOfMemoryError(

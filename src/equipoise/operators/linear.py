@@ -36,6 +36,8 @@ class MonotoneLinear(MonotoneOperator):
     Reference: E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), proposition 1.
     """
 
+    peak = 6.0
+
     def __init__(self, features: int, *, m: float = 1.0, normalize: bool = False):
         super().__init__(m)
         if not is_count(features):
