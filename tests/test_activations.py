@@ -532,7 +532,7 @@ def test_an_alpha_that_is_none_is_refused(act, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), "1", None, True])
-@pytest.mark.parametrize("act", [ops.Tanh(), ops.LeakyReLU(), ops.SoftThreshold()], ids=repr)
+@pytest.mark.parametrize("act", [Tanh(), LeakyReLU(), SoftThreshold()], ids=repr)
 def test_a_step_of_prox_that_is_none(act, alpha):
     with pytest.raises(ValueError, match=f"alpha is {alpha!r}; it must be a finite number above 0"):
         act.prox(torch.ones(2), alpha)

@@ -353,7 +353,7 @@ def test_weights_that_are_not_finite_are_named(kind, value):
     model = small(kind)
     next(model.operator.parameters()).view(-1)[0] = value
     for make in (model.certificate, lambda: Certifier(model)):
-        with pytest.raises(ValueError, match=r"nothing can be certified: layer.f.operator.A\S* of the model is NaN or inf"):
+        with pytest.raises(ValueError, match=r"nothing can be certified: layer.f.operator.A\S* of the model is NaN"):
             make()
 
 

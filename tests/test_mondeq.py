@@ -66,7 +66,9 @@ KINDS = [("dense", 7), ("conv", 4), ("multitier", (3, 2))]
 def test_images_of_another_shape_are_refused(kind, channels, given):
     """(1, 10, 10) is the grid of a convolution itself."""
     model = eq.models.MonDEQ((1, 8, 8), 3, kind=kind, channels=channels)
-    words = rf"images have shape {re.escape(str(given))}; this model was made for \(1, 8, 8\).*Resize the images, or make"
+    words = (
+        rf"images have shape {re.escape(str(given))}; this model was made for \(1, 8, 8\).*Resize the images, or make"
+    )
     images = torch.rand(2, *given)
     for call in (model, model.bias, Certifier(model), model.eval()):
         with pytest.raises(ValueError, match=words):

@@ -289,11 +289,13 @@ class Certifier:
     """
 
     def __init__(self, model: Any, tolerance: Tolerance = TIGHT):
-        if not isinstance(model, nn.Module) or not hasattr(model, "certificate"):
+        if isinstance(model, type) or not hasattr(model, "certificate"):
             kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
             raise TypeError(f"model is {kind}; certified radii are proven of a MonDEQ.")
         if not isinstance(tolerance, Tolerance):
-            raise TypeError(f"tolerance is {tolerance!r}; it must be an object such as equipoise.Tolerance(relative=1e-6).")
+            raise TypeError(
+                f"tolerance is {tolerance!r}; it must be an object such as equipoise.Tolerance(relative=1e-6)."
+            )
         self.certificate: Certificate = model.certificate()
         self.exact = in_float64(model)
         self.model = copy.deepcopy(model).eval().requires_grad_(False)

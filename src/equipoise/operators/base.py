@@ -148,7 +148,7 @@ class MonotoneOperator(nn.Module, ABC):
         if isinstance(z, Tensor) != is_leaf(self.shape) or [t.shape[1:] for t in given] != wanted:
             found = ", ".join(str(tuple(tensor.shape)) for tensor in given)
             shapes = ", ".join(f"(batch, {', '.join(map(str, size))})" for size in wanted)
-            wants, gives = ("" if is_leaf(self.shape) else "a tuple of "), ("" if isinstance(z, Tensor) else "a tuple of ")
+            wants, gives = ("" if whole else "a tuple of " for whole in (is_leaf(self.shape), isinstance(z, Tensor)))
             raise ValueError(f"{type(self).__name__} acts on {wants}{shapes}; given: {gives}{found}.{self.hint}")
         if all(tensor.dtype == dtype for tensor in given):
             return z

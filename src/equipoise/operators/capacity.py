@@ -25,9 +25,9 @@ def require_memory(operator: Any, purpose: str, *, recorded: bool) -> None:
     if needed <= ALWAYS or (available := available_memory(like.device)) is None or needed <= available:
         return
     raise torch.OutOfMemoryError(
-        f"{type(operator).__name__}({operator.extra_repr()}) needs {in_words(needed)} to compute {purpose}, of which it "
-        f"keeps {in_words(kept)}, and {in_words(available)} are available on {like.device}. The numbers kept grow with "
-        "height x width x channels^2: use fewer channels or smaller images."
+        f"{type(operator).__name__}({operator.extra_repr()}) needs {in_words(needed)} to compute {purpose}, of which "
+        f"it keeps {in_words(kept)}, and {in_words(available)} are available on {like.device}. What it keeps grows "
+        "with height x width x channels^2: use fewer channels or smaller images."
     )
 
 

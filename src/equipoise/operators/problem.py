@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equipoise.layout import Layout, is_zero, leaves, rebuild
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
-from equipoise.operators.base import MonotoneOperator, full_precision, is_leaf, tree
+from equipoise.operators.base import MonotoneOperator, is_leaf, tree
 from equipoise.operators.spectrum import images, in_transform, memory
 from equipoise.scope import Scope
 from equipoise.solvers.structure import Splitting
@@ -45,10 +45,8 @@ class MonotoneProblem(nn.Module):
         ]
 
     def forward(self, z: Any, bias: Any) -> Any:
-        z = self.operator.checked(z)
-        with full_precision(self.operator):
-            pre = self.preactivation(z, bias)
-            parts = [s(part) for s, (_, part) in zip(self.activations, leaves(pre, "z"), strict=True)]
+        pre = self.preactivation(z, bias)
+        parts = [s(part) for s, (_, part) in zip(self.activations, leaves(pre, "z"), strict=True)]
         return rebuild(z, parts)
 
     def start(self, bias: Any) -> Any:
@@ -69,16 +67,17 @@ class MonotoneProblem(nn.Module):
         given, parts = [part for _, part in leaves(bias, "bias")], [part for _, part in leaves(z, "z")]
         if len(given) > len(parts):
             raise ValueError(f"bias has {len(given)} tensors, z has {len(parts)}: give one for each tier, or fewer.")
+        dtype = self.operator.require_precision()
         for i, (b, part) in enumerate(zip(given, parts, strict=False)):
             if b.shape != part.shape:
                 name = "bias" if len(parts) == 1 else f"bias[{i}]"
                 raise ValueError(f"{name} is {tuple(b.shape)}; it must be shaped like z, {tuple(part.shape)}.")
-            if not b.is_floating_point() or torch.promote_types(b.dtype, part.dtype) != part.dtype:
+            if b.dtype != dtype and (not b.is_floating_point() or torch.promote_types(b.dtype, dtype) != dtype):
                 name = "bias" if len(parts) == 1 else f"bias[{i}]"
-                raise TypeError(f"{name} is {b.dtype} and z is {part.dtype}: give {name}.to({part.dtype}).")
+                raise TypeError(f"{name} is {b.dtype} and the weights of W are {dtype}: give {name}.to({dtype}).")
         traced = torch.compiler.is_compiling() or in_transform()
         if not traced and not any(part.requires_grad or not is_zero(part) for part in parts):
-            return rebuild(z, self.at_zero(parts, given))
+            return rebuild(z, self.at_zero([part for _, part in leaves(self.operator.checked(z), "z")], given))
         image = [part for _, part in leaves(self.operator(z), "W z")]
         return rebuild(z, [part + given[i] if i < len(given) else part for i, part in enumerate(image)])
 
