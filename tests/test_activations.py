@@ -529,3 +529,10 @@ def test_a_bad_option_gets_its_sentence(make, error, words):
 def test_an_alpha_that_is_none_is_refused(act, alpha):
     with pytest.raises(ValueError, match="alpha is .*; it must be a finite number above 0"):
         act.prox(torch.ones(2), alpha)
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), "1", None, True])
+@pytest.mark.parametrize("act", [Tanh(), LeakyReLU(), SoftThreshold()], ids=repr)
+def test_a_step_of_prox_that_is_none(act, alpha):
+    with pytest.raises(ValueError, match=f"alpha is {alpha!r}; it must be a finite number above 0"):
+        act.prox(torch.ones(2), alpha)

@@ -9,6 +9,7 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main
+from equipoise.lab.data import TensorSplit
 from equipoise.models.certificate import Certificate, Certifier, contraction, injection_norm, readings
 from equipoise.models.conv_equilibrium import ConvEquilibrium
 from equipoise.models.mondeq import MonDEQ
@@ -346,6 +347,28 @@ def test_no_attack_inside_a_certified_radius_succeeds(kind):
     assert (gaps[1] > gaps[0]).all()  # they were led towards another class
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(kind, value):
+    model = small(kind)
+    next(model.operator.parameters()).view(-1)[0] = value
+    for make in (model.certificate, lambda: Certifier(model)):
+        with pytest.raises(ValueError, match=r"nothing can be certified: layer.f.operator.A\S* of the model is NaN"):
+            make()
+
+
+def test_a_certifier_refuses_what_it_cannot_certify():
+    with pytest.raises(TypeError, match="model is a Linear; certified radii are proven of a MonDEQ"):
+        Certifier(torch.nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="model is the class MonDEQ"):
+        Certifier(MonDEQ)
+    with pytest.raises(TypeError, match=r"tolerance is 1e-06; it must be an object such as equipoise.Tolerance"):
+        Certifier(small("dense"), 1e-6)
+    for relative in (0, 1.0, "0.1", None, True, float("nan")):
+        with pytest.raises(ValueError, match=f"relative is {relative!r}; it must lie between 0 and 1"):
+            small("dense").certificate().steps(relative)
+
+
 # The command
 
 RECIPE = """
@@ -429,6 +452,8 @@ def test_options_of_certify(run, capsys):
         (["smaples=3"], "Certify has no option 'smaples'; did you mean 'samples'?"),
         (["samples=many"], "Certify.samples is 'many'"),
         (["radii=[-1]"], "Certify.radii is [-1]; it must be a list of numbers above 0"),
+        (["radii=[inf]"], "Certify.radii is [inf]; it must be a list of numbers above 0"),
+        (["radii=[true]"], "Certify.radii is [True]; it must be a list of numbers above 0"),
         (["relative=2"], "Certify.relative is 2; it must be a number above 0 and below 1"),
         (["--task", "robustness"], "--certify and --task exclude each other"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),
@@ -437,6 +462,17 @@ def test_options_of_certify(run, capsys):
 def test_a_mistake_gets_a_sentence(run, words, said, capsys):
     assert main(["evaluate", str(run), "--certify", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_samples_of_another_size_are_not_certified(run, monkeypatch, capsys):
+    """A run whose data has changed behind its back."""
+    images = torch.zeros(20, 1, 12, 12, dtype=torch.uint8)
+    wrong = TensorSplit(images, torch.zeros(20, dtype=torch.int64))
+    monkeypatch.setattr("equipoise.lab.certify.samples_of", lambda *_: wrong)
+    (run / "certified.json").unlink(missing_ok=True)
+    assert main(["evaluate", str(run), "--certify"]) == 2
+    assert "images have shape (1, 12, 12); this model was made for (1, 8, 8)" in capsys.readouterr().err
+    assert not (run / "certified.json").exists()
 
 
 def test_a_certificate_of_something_else_is_no_certificate_of_radii(tmp_path, capsys):

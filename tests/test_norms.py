@@ -101,3 +101,21 @@ def test_on_small_images_norms_are_compared_on_the_grid_itself():
     grid, slack = norms.frequency_grid(torch.zeros(2, 2, 3, 5), (39, 64))
     assert grid == (40, 68)
     assert slack == pytest.approx(1 / math.cos(math.pi / 40))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: operator_norm_bound(torch.ones(3)), r"matrix is a tensor of shape \(3,\); it must be .*rows, columns"),
+        (lambda: operator_norm_bound(None), "matrix is None; it must be a tensor"),
+        (lambda: operator_norm_bound(torch.eye(3), 1.5), "iterations is 1.5; it must be a whole number at least 0"),
+        (lambda: operator_norm_bound(torch.eye(3), -1), "iterations is -1"),
+        (lambda: conv2d_norm_bound(torch.eye(3), (4, 4)), r"kernel is a tensor of shape \(3, 3\); it must be"),
+        (lambda: conv2d_norm_bound("kernel", (4, 4)), "kernel is 'kernel'; it must be a tensor"),
+        (lambda: conv2d_norm_bound(torch.ones(1, 1, 3, 3), 4), r"size is 4; it must be \(height, width\)"),
+        (lambda: conv2d_norm_bound(torch.ones(1, 1, 3, 3), (4, 4.0)), r"size is \(4, 4.0\)"),
+    ],
+)
+def test_what_is_no_matrix_or_kernel_is_named(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()

@@ -5,9 +5,12 @@ The truth is in :mod:`dense`, written without the implementation.
 
 import contextlib
 import copy
+import gc
 import io
 import itertools
+import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -15,12 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import equipoise as eq
 from corpus import DOUBLE, flatten, per_sample, randn, unflatten
 from dense import Spec, circular, dense_resolvent, randomize, smallest_eigenvalue, unrow
 from equipoise import operators as ops
 from equipoise.layout import is_zero
+from equipoise.operators import capacity
+from equipoise.operators.base import Factorisation
 from equipoise.operators.spectrum import spectrum
 from equipoise.tolerance import row_distances
 
@@ -623,6 +630,11 @@ def test_factorised_once_per_weight_update(spec, training):
         (lambda: ops.MonotoneMultiTier(3, (4, 4)), "channels is 3; it must be a tuple"),
         (lambda: ops.MonotoneMultiTier((3, 0), (4, 4)), r"channels is \(3, 0\)"),
         (lambda: ops.MonotoneMultiTier((3, 2), (4.0, 4)), r"size is \(4.0, 4\)"),
+        (lambda: ops.MonotoneLinear(3, normalize="no"), "normalize is 'no'; it must be True or False"),
+        (lambda: ops.MonotoneConv2d(3, (4, 4), normalize=None), "normalize is None"),
+        (lambda: ops.MonotoneMultiTier((3, 2), (4, 4), normalize=1), "normalize is 1"),
+        (lambda: ops.MonotoneProblem(ops.MonotoneLinear), "operator is a .*; it must be a monotone operator"),
+        (lambda: ops.MonotoneProblem(ops.MonotoneLinear(3), None), "activation is None"),
     ],
 )
 def test_bad_options(make, words):
@@ -661,6 +673,218 @@ def test_a_value_of_another_shape(spec, z, words):
     for call in (op, op.adjoint, op.resolvent(0.3), op.resolvent(0.3).adjoint):
         with pytest.raises(ValueError, match=words):
             call(z)
+
+
+@pytest.mark.parametrize("spec", BOTH[2:], ids=str)
+@pytest.mark.parametrize("change", ["higher", "wider", "channels", "image"])
+def test_a_grid_of_another_size(spec, change):
+    """Every way in, with what is easily forgotten: the border."""
+    op = spec.build(dtype=torch.float32)
+    z = spec.randn(dtype=torch.float32)
+    changes = {
+        "higher": lambda x: F.pad(x, (0, 0, 0, 1)),
+        "wider": lambda x: F.pad(x, (0, 2)),
+        "channels": lambda x: torch.cat([x, x], dim=1),
+        "image": lambda x: x[:, :, :-2, :-2],
+    }
+    wrong = unflatten(z, [changes[change](leaf) for leaf in flatten(z)])
+    words = r"Monotone\w+ acts on .*given: .*The grids? (is|are) .* of images of \(3, 2\).* a border of zeros"
+    V = op.resolvent(0.3)
+    problem = ops.MonotoneProblem(op)
+    zero = unflatten(z, [torch.zeros_like(leaf) for leaf in flatten(wrong)])  # where W z is left out
+    for call in (op, op.adjoint, op.recorded, V, V.adjoint, lambda z: problem(z, z), lambda _: problem(zero, zero)):
+        with pytest.raises(ValueError, match=words):
+            call(wrong)
+
+
+@each_kind
+def test_a_value_of_another_type(spec):
+    op = spec.build(dtype=torch.float32)
+    for call in (op, op.adjoint, op.recorded, op.resolvent(0.3), op.resolvent(0.3).adjoint):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.complex64):
+            z = spec.randn()
+            z = unflatten(z, [leaf.to(dtype) for leaf in flatten(z)])
+            with pytest.raises(TypeError, match=rf"has weights in torch.float32 and z is {dtype}: give z.to"):
+                call(z)
+
+
+@each_kind
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_widens_what_it_made_narrow(spec, low):
+    op = spec.build(dtype=torch.float32)
+    z = spec.randn(dtype=torch.float32)
+    narrow = unflatten(z, [leaf.to(low) for leaf in flatten(z)])
+    wide = unflatten(z, [leaf.float() for leaf in flatten(narrow)])
+    with torch.no_grad():
+        known = everything(op, wide, [0.3])
+        with torch.autocast("cpu", low):
+            found = everything(op, narrow, [0.3])
+    for one, other in zip(found, known, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(flatten(one), flatten(other), strict=True))
+
+
+# Weights that are none
+
+
+@each_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_weights_that_are_not_finite(spec, value):
+    """No error of LAPACK: W and its resolvent are as bad as the weights, and no bound holds."""
+    op, z = spec.build(dtype=torch.float32), spec.randn(dtype=torch.float32)
+    with torch.no_grad():
+        next(op.parameters()).view(-1)[0] = value
+        finite = torch.isfinite(op.as_matrix()).all()
+        assert finite == (value == 1e30 and spec.normalize)
+        V = op.resolvent(0.3)
+        for out in (op(z), op.adjoint(z), V(z), V.adjoint(z)):
+            assert bool(torch.isfinite(per_sample(out)).all()) == bool(finite)
+    assert (op.lipschitz_bound() == float("inf")) == (not finite)
+    assert (op.typical_size() == float("inf")) == (not finite)
+
+
+# Memory
+
+
+def bytes_of(factors):
+    if isinstance(factors, torch.Tensor):
+        return factors.nbytes
+    if isinstance(factors, list):
+        return sum(map(bytes_of, factors))
+    return 0 if factors is None else sum(map(bytes_of, vars(factors).values()))
+
+
+@every
+def test_the_footprint_is_what_a_factorisation_takes(spec):
+    op = spec.build()
+    with torch.no_grad():
+        factors = op.resolvent(0.3).factorisation.factors
+    assert 8 * sum(op.footprint()) == bytes_of(factors)
+
+
+@pytest.mark.parametrize(
+    ("make", "recorded"),
+    [
+        (lambda: ops.MonotoneConv2d(24, (30, 30)), False),
+        (lambda: ops.MonotoneConv2d(24, (30, 30)), True),
+        (lambda: ops.MonotoneMultiTier((16, 24, 8), (31, 30)), False),
+        (lambda: ops.MonotoneMultiTier((16, 24, 8), (31, 30)), True),
+        (lambda: ops.MonotoneLinear(900), False),
+    ],
+)
+def test_the_estimate_is_near_the_memory_that_is_taken(make, recorded, tmp_path, monkeypatch):
+    """By torch's own record of every allocation; LAPACK's workspace is not in it."""
+    op = make()
+    monkeypatch.setattr(capacity, "ALWAYS", 0)
+    with torch.set_grad_enabled(recorded):
+        run = op.derive if recorded else lambda: op.resolvent(0.3)
+        run()  # tables of cosines and sines are made
+        op.forget()
+        taken = peak_memory(run, tmp_path / "trace.json")
+    monkeypatch.setattr(capacity, "available_memory", lambda device: 0)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        capacity.require_memory(op, "a test", recorded=recorded)
+    words = re.search(r"needs ([\d.]+) MB to compute a test", str(error.value))
+    needed = 1e6 * float(words[1])
+    assert 0.7 * taken <= needed <= 1.6 * taken, (needed, taken)
+
+
+def peak_memory(run, path):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    assert kept is not None
+    profiler.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        most = max(most, held)
+    return most
+
+
+def test_what_does_not_fit_is_told_before_it_is_tried(monkeypatch):
+    monkeypatch.setattr(capacity, "available_memory", lambda device: 3 * 10**9)
+    op = ops.MonotoneConv2d(200, (224, 224))  # 16 GB; nothing of that size is made here
+    words = (
+        r"MonotoneConv2d\(200, size=\(224, 224\), m=1, normalize=True\) needs 28.9 GB to compute its resolvent, of "
+        r"which it keeps 16.5 GB, and 3 GB are available on cpu.*fewer channels or smaller images"
+    )
+    with torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError, match=words):
+            op.resolvent(0.5)
+        z = torch.zeros(1, 1).expand(1, 200 * 226 * 226).view(1, 200, 226, 226)
+        with pytest.raises(torch.OutOfMemoryError, match="to compute a product with it, of which it keeps 16.5 GB"):
+            op(z)
+    with pytest.raises(torch.OutOfMemoryError, match="needs 49.5 GB to compute its resolvent"):
+        op.resolvent(0.5)  # recorded, which takes more
+    problem = ops.MonotoneProblem(op)
+    layer = eq.Equilibrium(problem, initial=problem.start, solver=eq.PeacemanRachford())
+    with pytest.raises(torch.OutOfMemoryError, match=r"MonotoneConv2d\(200, size=\(224, 224\)"):
+        layer(z)
+
+
+def test_what_fits_is_not_refused(monkeypatch):
+    for device_memory in (None, 10**12):  # None: it cannot be found out
+        monkeypatch.setattr(capacity, "available_memory", lambda device, found=device_memory: found)
+        monkeypatch.setattr(capacity, "ALWAYS", 0)
+        spec = KINDS[1]
+        assert_true(spec, spec.build())
+
+
+def test_available_memory(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:    42 kB\n")
+    assert capacity.machine_memory(meminfo) == 42 * 1024
+    assert capacity.machine_memory(tmp_path / "nowhere") != 0  # by other means, or None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert capacity.container_memory(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity.container_memory(tmp_path) is None
+    assert capacity.container_memory(tmp_path / "nowhere") is None
+    found = capacity.available_memory(torch.device("cpu"))
+    assert found is None or found > 10**6
+    assert capacity.available_memory(torch.device("meta")) is None
+
+
+def factorisations_alive():
+    """Without a collection of garbage: memory must be free at once, not some day."""
+    return [thing for thing in gc.get_objects() if type(thing) is Factorisation]
+
+
+@each_kind
+def test_one_factorisation_is_kept_for_each_alpha_in_use(spec):
+    gc.collect()  # what other tests have left
+    before = len(factorisations_alive())
+    op, z = spec.build(), spec.randn()
+    with torch.no_grad():
+        for alpha in (0.1, 0.2, 0.3, 0.4):
+            op.resolvent(alpha)(z)
+        assert len(factorisations_alive()) == before + 1  # the others are no longer in use
+        held = [op.resolvent(alpha) for alpha in (0.1, 0.2)]
+        assert factorisations(op, z, 0.1) == factorisations(op, z, 0.2) == 0
+        assert len(factorisations_alive()) == before + 2
+        edit(lambda p: p.data.add_(0.1))(op)
+        op.resolvent(0.3)(z)
+        assert len(factorisations_alive()) == before + 3  # those in hand belong to whoever holds them
+        held.clear()
+        assert len(factorisations_alive()) == before + 1
+    del op
+    assert len(factorisations_alive()) == before
+
+
+def test_training_keeps_no_stale_factorisation():
+    spec = KINDS[1]
+    gc.collect()  # what other tests have left
+    before = len(factorisations_alive())
+    op = spec.build()
+    layer = eq.Equilibrium(ops.MonotoneProblem(op), initial=op.shape, solver=eq.PeacemanRachford())
+    optimizer = torch.optim.SGD(op.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        layer(spec.randn()).square().sum().backward()
+        optimizer.step()
+        assert len(factorisations_alive()) == before + 1
 
 
 @pytest.mark.parametrize(("grid", "aliases"), [((5, 6), 1), ((6, 5), 1), ((6, 8), 2), ((1, 1), 1), ((2, 4), 2)])

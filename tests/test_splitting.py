@@ -257,6 +257,43 @@ def test_a_warm_start_saves_steps(spec, solver):
     assert (close.stats.steps < cold.stats.steps).all()
 
 
+@with_activations({"relu", "tanh"})
+@each_solver
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_zero_is_found_from_anywhere(kind, name, solver, dtype):
+    """f(z) = 0 exactly where z is merely small: no relative tolerance would be met there. Beside it, other samples."""
+    if name in ("sigmoid", "softplus"):
+        pytest.skip("its values are above 0")
+    case = Case(SPECS[kind], name, batch=4)
+    sign = -1.0 if name == "relu" else 0.0
+    case.bias = unflatten(
+        case.bias, [torch.cat([sign * (0.1 + leaf[:2].abs()), leaf[2:]]).to(dtype) for leaf in flatten(case.bias)]
+    )
+    case.op.to(dtype)
+    z0 = unflatten(case.bias, [3 + leaf.abs() for leaf in flatten(case.bias)])
+    tolerance = eq.Tolerance(relative=1e-4, max_steps=3000, patience=None)
+    with torch.no_grad():
+        sol = eq.fixed_point(case.problem, z0, case.bias, solver=solver, tolerance=tolerance)
+        again = true_residual(case.problem, sol.value, case.bias)
+    assert sol.converged.all()
+    rows = per_sample(sol.value)
+    assert (rows[:2] == 0).all()
+    assert rows[2:].abs().amax(dim=1).min() > 0
+    assert (again[:2] == 0).all()
+    assert (sol.stats.residual[:2] == 0).all()
+    torch.testing.assert_close(sol.stats.residual, again.to(dtype), rtol=0.05, atol=1e-6)
+
+
+def test_zero_is_no_answer_where_f_is_not_finite():
+    case = Case(SPECS["dense"])
+    case.bias = -case.bias.abs() - 0.1
+    with torch.no_grad():
+        case.op.A[0, 0] = float("nan")
+        for z0 in (case.zeros(), 1 + case.bias.abs()):
+            sol = eq.fixed_point(case.problem, z0, case.bias, solver=eq.PeacemanRachford(), on_failure="ignore")
+            assert (sol.result == eq.Result.NONFINITE).all()
+
+
 # Gradients
 
 
@@ -354,6 +391,110 @@ def test_training_under_autocast(spec):
     for source, one, other in zip(case.names(), found, torch.autograd.grad(loss(case.graph()), sources), strict=True):
         assert one.dtype == torch.float32
         assert (one - other).abs().max() <= 0.05 * max(1, other.abs().max()), source
+
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def single(case):
+    """The case in float32, its bias rounded to numbers that bfloat16 and float16 have."""
+    case.op.float()
+    case.bias = unflatten(case.bias, [leaf.bfloat16().half().float() for leaf in flatten(case.bias)])
+    return case
+
+
+def of_scale(found, known, rounding):
+    """Whether tensors agree up to rounding of their largest entry."""
+    return (found.float() - known.float()).abs().max() <= rounding * known.abs().max()
+
+
+@with_activations({"relu", "tanh"})
+@each_solver
+def test_autocast_gives_the_numbers_of_float32(kind, name, solver):
+    """Of a bias in low precision, too, and to the tolerance that is the default; autocast is for what surrounds W."""
+    case = single(Case(SPECS[kind], name))
+    sources = case.sources()
+    tolerance = eq.Tolerance(relative=eq.Tolerance.relative, max_steps=2000)
+    known = case.solve(solver, tolerance)
+    value = per_sample(known.value)
+    gradients = torch.autograd.grad(loss(value), sources)
+    for low in LOW:
+        narrow = unflatten(case.bias, [leaf.to(low) for leaf in flatten(case.bias)])
+        with torch.autocast("cpu", low):
+            sol = eq.fixed_point(case.problem, case.problem.start(narrow), narrow, solver=solver, tolerance=tolerance)
+        assert sol.converged.all()
+        assert {leaf.dtype for leaf in flatten(sol.value)} == {torch.float32}
+        assert torch.equal(per_sample(sol.value), value)
+        assert (true_residual(case.problem, sol.value, case.bias) <= 1.01 * tolerance.relative + 1e-6).all()
+        found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+        assert sol.backward is not None
+        assert sol.backward.converged.all()
+        for source, one, other in zip(case.names(), found, gradients, strict=True):
+            assert one.dtype == torch.float32
+            assert of_scale(one, other, torch.finfo(low).eps if source == "bias" else 1e-5), source
+
+
+@each_kind
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_the_backward_pass_may_run_inside_autocast(spec, low):
+    case = single(Case(spec, "tanh"))
+    sources = case.sources()
+    known = torch.autograd.grad(loss(per_sample(case.solve(eq.PeacemanRachford(), eq.Tolerance()).value)), sources)
+    with torch.autocast("cpu", low):
+        sol = case.solve(eq.PeacemanRachford(), eq.Tolerance())
+        found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+    for source, one, other in zip(case.names(), found, known, strict=True):
+        assert one.dtype == torch.float32
+        assert of_scale(one, other, 4 * torch.finfo(low).eps), source  # torch then pulls back in low precision
+
+
+@pytest.mark.parametrize("solver", [eq.Anderson(), eq.Broyden(), eq.Picard(0.5)], ids=lambda s: type(s).__name__)
+def test_other_solvers_under_autocast(solver):
+    case = single(Case(SPECS["conv"], "tanh"))
+    sources = case.sources()
+    tolerance = eq.Tolerance(max_steps=500)
+    known = torch.autograd.grad(loss(per_sample(case.solve(eq.PeacemanRachford(), tolerance).value)), sources)
+    with torch.autocast("cpu", torch.bfloat16):
+        sol = case.solve(solver, tolerance)
+    assert sol.converged.all()
+    found = torch.autograd.grad(loss(per_sample(sol.value)), sources)
+    for source, one, other in zip(case.names(), found, known, strict=True):
+        assert of_scale(one, other, 0.01), source
+
+
+def test_second_derivatives_under_autocast():
+    case = single(Case(SPECS["dense"], "tanh"))
+    sources = case.sources()
+
+    def second(rows):
+        first = torch.autograd.grad(loss(rows), sources, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), sources)
+
+    tolerance = eq.Tolerance(relative=1e-5, max_steps=500)
+    known = second(per_sample(case.solve(eq.PeacemanRachford(), tolerance).value))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = per_sample(case.solve(eq.PeacemanRachford(), tolerance).value)
+    found = second(rows)
+    for source, one, other in zip(case.names(), found, known, strict=True):
+        assert of_scale(one, other, 1e-3), source
+
+
+@each_kind
+def test_types_that_do_not_fit_are_named(spec):
+    case = Case(spec, "tanh")
+    wide, case = case.bias, single(case)
+    name = r"bias(\[0\])?"
+    with pytest.raises(
+        TypeError, match=rf"{name} is torch.float64 and the weights of W are torch.float32: give {name}.to"
+    ):
+        eq.fixed_point(case.problem, case.zeros(), wide, solver=eq.PeacemanRachford())
+    z0 = unflatten(wide, [torch.zeros_like(leaf) for leaf in flatten(wide)])
+    with pytest.raises(TypeError, match=r"has weights in torch.float32 and z is torch.float64: give z.to"):
+        eq.fixed_point(case.problem, z0, case.bias, solver=eq.PeacemanRachford())
+    # Outside autocast nobody has asked for low precision to be widened.
+    z0 = unflatten(wide, [torch.zeros_like(leaf).bfloat16() for leaf in flatten(wide)])
+    with pytest.raises(TypeError, match="has weights in torch.float32 and z is torch.bfloat16"):
+        eq.fixed_point(case.problem, z0, case.bias, solver=eq.PeacemanRachford())
 
 
 def test_gradients_of_a_bias_in_the_first_tier_only():
@@ -509,6 +650,68 @@ def test_a_bad_sample_spoils_no_other():
     assert sol.result.tolist() == [eq.Result.CONVERGED, eq.Result.NONFINITE, eq.Result.CONVERGED]
     torch.testing.assert_close(per_sample(sol.value)[[0, 2]], good[[0, 2]], rtol=1e-8, atol=1e-8)
     assert torch.isfinite(per_sample(sol.value)).all()
+
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "overflow": 1e30}  # the last is finite, its square is not
+
+
+@each_kind
+@each_solver
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("compact", [True, False])
+def test_bad_weights_are_reported_as_such(spec, solver, bad, compact):
+    """Not as an alpha that nobody has set, nor as a matrix that LAPACK does not like."""
+    case = Case(Spec(spec.channels, spec.size))
+    case.op.float()
+    case.bias = unflatten(case.bias, [leaf.float() for leaf in flatten(case.bias)])
+    with torch.no_grad():
+        next(case.op.parameters()).view(-1)[-1] = BAD[bad]
+    case.sources()
+    with pytest.warns(eq.ConvergenceWarning, match="3 NONFINITE.*check the inputs.* the weights"):
+        sol = case.solve(solver, eq.Tolerance(), compact=compact)
+    assert (sol.result == eq.Result.NONFINITE).all()
+    assert torch.isfinite(per_sample(sol.value)).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        per_sample(sol.value).sum().backward()  # no other error either
+    if sol.backward is not None:
+        assert not sol.backward.converged.any()
+
+
+@each_kind
+def test_weights_gone_bad_in_training_stop_nothing_else(spec):
+    """The next model in the same process works: nothing bad is kept."""
+    case = Case(spec)
+    with torch.no_grad():
+        good = [p.clone() for p in case.op.parameters()]
+        next(case.op.parameters()).fill_(float("nan"))
+        assert not case.solve(eq.PeacemanRachford(), on_failure="ignore").converged.any()
+        for p, value in zip(case.op.parameters(), good, strict=True):
+            p.copy_(value)
+        assert_solved(case, case.solve(eq.PeacemanRachford()))
+
+
+@each_kind
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_operators_in_half_precision_are_refused(spec, low):
+    case = Case(spec)
+    case.op.to(low)
+    bias = unflatten(case.bias, [leaf.to(low) for leaf in flatten(case.bias)])
+    z0 = unflatten(bias, [torch.zeros_like(leaf) for leaf in flatten(bias)])
+    op = case.op
+    for call in (
+        lambda: eq.fixed_point(case.problem, z0, bias, solver=eq.PeacemanRachford()),
+        lambda: eq.Equilibrium(case.problem, initial=case.problem.start)(bias),
+        lambda: eq.Equilibrium(case.problem, initial=case.problem.start)(case.bias),
+        lambda: op(bias),
+        lambda: op.adjoint(bias),
+        lambda: op.recorded(bias),
+        lambda: op.resolvent(0.5),
+        lambda: op.lipschitz_bound(),
+        lambda: op.typical_size(),
+    ):
+        with pytest.raises(TypeError, match=rf"Monotone\w+ has weights in {low}, too coarse.*float32.*torch.autocast"):
+            call()
 
 
 @each_solver

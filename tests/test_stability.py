@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -292,3 +293,52 @@ def test_a_norm_found_before_is_differentiated_as_one_found_now(monkeypatch):
     (before,) = torch.autograd.grad(conv(x).square().sum(), conv.layer.weight)
     torch.testing.assert_close(before, now, rtol=0, atol=0)
     assert not seen
+
+
+# Options
+
+
+def shrink(z):
+    return 0.5 * z
+
+
+BAD_COUNTS = [0, -1, 1.5, "2", True, None, float("nan")]
+
+
+@pytest.mark.parametrize("count", BAD_COUNTS)
+@pytest.mark.parametrize(
+    ("function", "option"), [(eq.spectral_radius, "steps"), (eq.jacobian_penalty, "probes")], ids=["radius", "penalty"]
+)
+def test_a_count_that_is_none(function, option, count):
+    with pytest.raises((ValueError, TypeError), match=f"^{option} is {count!r}; it must be a whole number at least 1"):
+        function(shrink, torch.ones(2, 3), **{option: count})
+
+
+@pytest.mark.parametrize("function", [eq.spectral_radius, eq.jacobian_penalty])
+def test_a_generator_that_is_none(function):
+    with pytest.raises(TypeError, match=r"generator is 0; it must be a torch.Generator, or None"):
+        function(shrink, torch.ones(2, 3), generator=0)
+
+
+@pytest.mark.parametrize("p", [None, -0.1, 1, 1.0, "0.5", True, float("nan"), float("inf")])
+def test_a_probability_that_is_none(p):
+    words = rf"VariationalDropout.p is {re.escape(repr(p))}; it must be a number at least 0 and below 1"
+    with pytest.raises((ValueError, TypeError), match=words):
+        eq.VariationalDropout(p)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: eq.WeightNorm(nn.Linear), "layer is the class Linear; give an object, such as nn.Linear"),
+        (lambda: eq.WeightNorm(None), "layer is a NoneType; it must be nn.Linear or nn.Conv1d"),
+        (lambda: eq.SpectralNorm(nn.Conv2d), "layer is the class Conv2d; give an object"),
+        (lambda: eq.SpectralNorm(nn.Linear(2, 2), bound="1"), "SpectralNorm.bound is '1'; it must be a number above 0"),
+        (lambda: eq.SpectralNorm(nn.Linear(2, 2), bound=None), "SpectralNorm.bound is None"),
+        (lambda: eq.SpectralNorm(nn.Linear(2, 2), bound=-1.0), "SpectralNorm.bound is -1.0"),
+        (lambda: eq.SpectralNorm(nn.Linear(2, 2), always="no"), "SpectralNorm.always is 'no'; it must be a bool"),
+    ],
+)
+def test_bad_options_of_layers(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()

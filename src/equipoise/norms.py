@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from equipoise.validation import require_number
+
 ITERATIONS = 6  # of Gram: bounds are then tight within n^(1/128)
 FREQUENCIES = 20  # for each tap of a kernel but the first: where the norms of a convolution are compared
 CACHED = 2**20  # numbers that a processor's cache holds
@@ -24,6 +26,10 @@ def operator_norm_bound(matrix: Tensor, iterations: int = ITERATIONS) -> Tensor:
 
     Reference: theorem 2 of the paper named above.
     """
+    require_number("iterations", iterations, at_least=0, whole=True)
+    if not isinstance(matrix, Tensor) or matrix.dim() < 2:
+        given = f"a tensor of shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor) else repr(matrix)
+        raise ValueError(f"matrix is {given}; it must be a tensor of (..., rows, columns).")
     gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
     largest = gram.abs().amax(dim=(-2, -1))
     scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
@@ -61,6 +67,11 @@ def conv2d_norm_bound(
         iterations: of :func:`operator_norm_bound`.
         angles: of the largest block, if it is known: what :func:`largest_block` gave for this kernel.
     """
+    if not isinstance(kernel, Tensor) or kernel.dim() != 4:
+        given = f"a tensor of shape {tuple(kernel.shape)}" if isinstance(kernel, Tensor) else repr(kernel)
+        raise ValueError(f"kernel is {given}; it must be a tensor of (out, in, height, width).")
+    if not isinstance(size, tuple | list) or len(size) != 2 or not all(isinstance(n, int | torch.SymInt) for n in size):
+        raise ValueError(f"size is {size!r}; it must be (height, width) of the images, whole numbers.")
     grid, slack = frequency_grid(kernel, size)
     angles = largest_block(kernel, grid, iterations) if angles is None else angles
     return slack * operator_norm_bound(block(kernel, angles), iterations)

@@ -142,7 +142,8 @@ class FunctionProblem(Problem):
         self.scope = Scope(batch)
         self.count = Count()
         self.affine = bool(getattr(f, "affine", False))
-        self.autocast = autocast_state(device.type)
+own = getattr(f, "full_precision", False)  # f sees to its precision by itself
+        self.autocast = None if own else autocast_state(device.type)
         # Without explicit inputs a closure may have captured the whole batch.
         self.gatherable = bool(inputs) and not coupled
         self.gathered = False

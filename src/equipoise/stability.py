@@ -17,7 +17,7 @@ from equipoise.implicit import gradients, isolated, recorded
 from equipoise.norms import conv2d_norm_bound, frequency_grid, largest_block, operator_norm_bound
 from equipoise.problem import FunctionProblem
 from equipoise.scope import once_per_solve
-from equipoise.validation import require
+from equipoise.validation import require, require_number
 
 
 def jacobian_penalty(
@@ -36,8 +36,8 @@ def jacobian_penalty(
 
     Reference: S. Bai, V. Koltun, J. Z. Kolter, "Stabilizing equilibrium models by Jacobian regularization" (2021).
     """
-    if probes < 1:
-        raise ValueError(f"probes is {probes}; it must be at least 1.")
+    require_number("probes", probes, at_least=1, whole=True)
+    require_generator(generator)
     with torch.enable_grad():
         rows, image = recorded_rows(f, z, inputs)
         total = image.new_zeros(())
@@ -60,8 +60,8 @@ def spectral_radius(
     Example:
         >>> eq.spectral_radius(layer.f, layer(x), x)
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; it must be at least 1.")
+    require_number("steps", steps, at_least=1, whole=True)
+    require_generator(generator)
     with torch.enable_grad():
         rows, image = recorded_rows(f, z, inputs)
     with torch.no_grad():
@@ -89,6 +89,11 @@ def spectral_radius(
         radius = rows.new_full((batch,), torch.nan)
         radius[finite] = torch.linalg.eigvals(hessenberg[finite]).abs().amax(dim=1)
         return radius
+
+
+def require_generator(generator: Any) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {generator!r}; it must be a torch.Generator, or None.")
 
 
 def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -128,9 +133,8 @@ class VariationalDropout(nn.Module):
 
     def __init__(self, p: float = 0.5):
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"p is {p}; it must be at least 0 and below 1.")
         self.p = p
+        require(self, "p", at_least=0, below=1)
 
     def forward(self, z: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -204,6 +208,7 @@ class SpectralNorm(nn.Module):
             raise TypeError(f"SpectralNorm takes nn.Linear or nn.Conv2d, not {type(layer).__name__}.")
         self.bound, self.always = bound, always
         require(self, "bound", above=0)
+        require(self, "always", kind=bool)
         self.known: tuple[Tensor, tuple[int, int], Tensor] | None = None  # a kernel, a size, their largest block
 
     def weight(self, size: tuple[int, int] | None = None) -> Tensor:
@@ -262,6 +267,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def supported(layer: Any) -> Any:
     """Refuse a layer whose weight cannot be replaced."""
+    if isinstance(layer, type):
+        raise TypeError(f"layer is the class {layer.__name__}; give an object, such as nn.Linear(64, 64).")
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         raise TypeError(f"layer is a {type(layer).__name__}; it must be nn.Linear or nn.Conv1d, 2d or 3d.")
     return layer

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, dataclass_transform
 
 
@@ -37,6 +38,23 @@ def require(
             example = " (an object, not its class or its name)" if kind is not bool else ""
             raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
         return
+    require_number(
+        where, value, at_least=at_least, above=above, at_most=at_most, below=below, whole=whole, optional=optional
+    )
+
+
+def require_number(
+    where: str,
+    value: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    whole: bool = False,
+    optional: bool = False,
+) -> None:
+    """Raise unless ``value``, named ``where`` in the sentence, is a number within the bounds given."""
     number = "a whole number" if whole else "a number"
     bounds = [
         f"{word} {bound:g}"
@@ -56,6 +74,13 @@ def require(
         raise ValueError(f"{where} is {value!r}; it must be {allowed}.")
 
 
+def require_numbers(where: str, value: Any) -> None:
+    """Raise unless ``value`` is a sequence of numbers, such as the mean of every channel."""
+    listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
+    if not listed or not all(isinstance(entry, Real) for entry in value):
+        raise TypeError(f"{where} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
+
+
 def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) -> None:
     """Raise unless this can be what a classifier is told of its images."""
 
@@ -70,6 +95,7 @@ def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) ->
         raise ValueError(
             f"classes is {classes!r}; a classifier needs at least 2, a whole number (does the data set have labels?)."
         )
+    require_numbers("mean", mean)
     if len(mean) not in (1, shape[0]):
         raise ValueError(
             f"mean has {len(mean)} entries, and images have {shape[0]} channels: one for each, or one for all."

@@ -24,6 +24,7 @@ from equipoise.lab.recipes import parse_override
 from equipoise.lab.runs import Run
 from equipoise.models.certificate import Certificate, Certifier
 from equipoise.models.mondeq import MonDEQ
+from equipoise.operators.base import is_positive
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
 from equipoise.validation import options, require
@@ -54,7 +55,7 @@ class Certify:
         require(self, "samples", at_least=0, whole=True)
         require(self, "steps", at_least=1, whole=True)
         require(self, "relative", above=0.0, below=1.0)
-        if not (isinstance(self.radii, Sequence) and all(isinstance(r, int | float) and r > 0 for r in self.radii)):
+        if not (isinstance(self.radii, Sequence) and all(map(is_positive, self.radii))):
             raise ValueError(
                 f"Certify.radii is {self.radii!r}; it must be a list of numbers above 0, such as [0.1, 0.5]."
             )

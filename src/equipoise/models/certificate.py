@@ -75,7 +75,7 @@ class Certificate:
 
     def steps(self, relative: float) -> int | None:
         """So many steps bring u to ``relative`` times its first distance from the limit; None if nothing is proven."""
-        if not 0 < relative < 1:
+        if isinstance(relative, bool) or not isinstance(relative, int | float) or not 0 < relative < 1:
             raise ValueError(f"relative is {relative!r}; it must lie between 0 and 1.")
         if self.rate is None:
             return None
@@ -123,6 +123,9 @@ def certify(model: Any, alpha: float | None = None) -> Certificate:
         model: on any device, in any type; its weights are taken as they are.
         alpha: of the solver, in place of its own.
     """
+    unusable = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if unusable:
+        raise ValueError(f"nothing can be certified: {', '.join(unusable)} of the model is NaN or infinite.")
     solver = model.layer.solver
     if isinstance(solver, SplittingSolver):
         chosen = solver if alpha is None else dataclasses.replace(solver, alpha=alpha)  # type: ignore[type-var]
@@ -286,6 +289,13 @@ class Certifier:
     """
 
     def __init__(self, model: Any, tolerance: Tolerance = TIGHT):
+        if isinstance(model, type) or not hasattr(model, "certificate"):
+            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+            raise TypeError(f"model is {kind}; certified radii are proven of a MonDEQ.")
+        if not isinstance(tolerance, Tolerance):
+            raise TypeError(
+                f"tolerance is {tolerance!r}; it must be an object such as equipoise.Tolerance(relative=1e-6)."
+            )
         self.certificate: Certificate = model.certificate()
         self.exact = in_float64(model)
         self.model = copy.deepcopy(model).eval().requires_grad_(False)

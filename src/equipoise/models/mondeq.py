@@ -18,6 +18,7 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.models.certificate import Certificate, certify
 from equipoise.models.normalize import Normalize
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
+from equipoise.operators.base import is_count
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.solvers import PeacemanRachford
 from equipoise.tolerance import Tolerance
@@ -62,10 +63,10 @@ class MonDEQ(nn.Module):
         require_images(shape, classes, mean)
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
-        if (kind == "multitier") == isinstance(channels, int):
+        if not isinstance(channels, tuple | list if kind == "multitier" else int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
-        self.kind, self.size, self.pool = kind, (shape[1], shape[2]), pool
+        self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool
         self.normalize = Normalize(mean, std)
         if kind == "dense":
             operator = MonotoneLinear(channels, m=m)  # type: ignore[arg-type]
@@ -73,8 +74,8 @@ class MonDEQ(nn.Module):
             features = operator.features
         elif kind == "conv":
             operator = MonotoneConv2d(channels, self.size, m=m)  # type: ignore[arg-type]
-            if pool < 1 or min(self.size) < pool:
-                raise ValueError(f"pool is {pool}; it must be between 1 and the image's side, {min(self.size)}.")
+            if not is_count(pool) or min(self.size) < pool:
+                raise ValueError(f"pool is {pool!r}; it must be between 1 and the image's side, {min(self.size)}.")
             self.inject = nn.Conv2d(shape[0], operator.channels, 3, padding=1)
             features = operator.channels * (shape[1] // pool) * (shape[2] // pool)
         else:
@@ -91,6 +92,11 @@ class MonDEQ(nn.Module):
 
     def bias(self, x: Tensor) -> Any:
         """U x + b, on the grid of z; x are images of mean 0 and variance 1."""
+        if tuple(x.shape[1:]) != self.shape:
+            raise ValueError(
+                f"images have shape {tuple(x.shape[1:])}; this model was made for {self.shape}: the grid of its "
+                "equilibrium is fixed. Resize the images, or make a model for their shape."
+            )
         if self.kind == "dense":
             return self.inject(x.flatten(1))
         grid = self.operator.grid if self.kind == "conv" else self.operator.grids[0]
@@ -99,6 +105,7 @@ class MonDEQ(nn.Module):
 
     def features(self, z: Any) -> Tensor:
         """What the head reads: z, its image averaged over squares, or the last tier with its border."""
+        z = self.operator.checked(z)
         if self.kind == "dense":
             return z
         if self.kind == "multitier":
@@ -109,6 +116,7 @@ class MonDEQ(nn.Module):
         return images(averaged.unflatten(1, (width, self.pool)).mean(dim=2)).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.operator.require_precision()
         return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
 
     def certificate(self, alpha: float | None = None) -> Certificate:

@@ -364,7 +364,7 @@ def debye(u: Tensor) -> Tensor:
 
 def positive(alpha: float) -> float:
     """alpha, if it can be one."""
-    if not 0 < alpha < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha!r}; it must be a finite number above 0.")
     return alpha
 

@@ -10,12 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.norms import operator_norm_bound
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
+from equipoise.operators.base import (
+    RAW_ONE,
+    MonotoneOperator,
+    full_precision,
+    inverted,
+    is_count,
+    positive,
+    require_flag,
+    unit,
+)
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.scope import once_per_solve
 
 KERNEL = 3
 BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)
+AT_ONCE = 2**20  # numbers of which a norm is bounded at a time
 COARSE = (6, 6)  # the grid on which norms are estimated: a 5x5 kernel varies slowly with frequency
 
 
@@ -42,7 +52,7 @@ class MonotoneConv2d(MonotoneOperator):
         super().__init__(m)
         if not is_count(channels):
             raise ValueError(f"channels is {channels!r}; it must be a whole number of at least 1.")
-        self.channels, self.size, self.normalize = channels, checked_size(size), normalize
+        self.channels, self.size, self.normalize = channels, checked_size(size), require_flag("normalize", normalize)
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
         self.A, self.B = fresh_kernel(channels, channels), fresh_kernel(channels, channels)
         if normalize:
@@ -76,28 +86,34 @@ class MonotoneConv2d(MonotoneOperator):
         return once_per_solve((id(self), "W"), self.derive)
 
     def forward(self, z: Tensor) -> Tensor:
+        z = self.checked(z)
         return self.multiply(self.weight, z)
 
     def adjoint(self, z: Tensor) -> Tensor:
+        z = self.checked(z)
         return self.multiply(self.weight.mT, z)
 
     def factorise(self, alpha: float) -> Tensor:
-        W = self.blocks()
-        return real(
-            torch.linalg.inv((1 + alpha) * torch.eye(self.channels, dtype=W.dtype, device=W.device) - alpha * W)
-        )
+        return real(inverted(resolved(self.blocks(), alpha)))
+
+    def footprint(self) -> list[int]:
+        return [spectrum(self.grid, self.example).count * (2 * self.channels) ** 2]
+
+    @property
+    def hint(self) -> str:
+        return f" The grid is that of images of {self.size} and {BORDER} more rows and columns, a border of zeros."
 
     def solve(self, factors: Tensor, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
-        return self.multiply(factors.mT if adjoint else factors, z)
+        return self.multiply(factors.mT if adjoint else factors, self.checked(z))
 
     def multiply(self, blocks: Tensor, z: Tensor) -> Tensor:
         """The circular convolution with these real blocks."""
-        check_value(z, self.shape, "MonotoneConv2d")
         transform = spectrum(self.grid, z)
         with full_precision(self):
             return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
 
     def recorded(self, z: Tensor) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        z = self.checked(z)
         transform = spectrum(self.grid, z)
         with full_precision(self):
             product = torch.bmm(self.weight, transform.forward(memory(z)))
@@ -127,6 +143,11 @@ def checked_size(size: Any) -> tuple[int, int]:
     return (size[0], size[1])
 
 
+def resolved(blocks: Tensor, alpha: float) -> Tensor:
+    """I + alpha (I - W) at every frequency."""
+    return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device) * (1 + alpha) - alpha * blocks
+
+
 def composed(m: float, A: Tensor, B: Tensor, g: Tensor | float = 1.0) -> Tensor:
     """The 5x5 kernel of (1 - m) I - g A^T A + B - B^T: one convolution instead of four."""
     # A^T A at the offset d is the sum of A_s^T A_t over t - s = d: the correlation of A's kernels with themselves.
@@ -150,6 +171,7 @@ def means(kernel: Tensor) -> tuple[Tensor, Tensor]:
 
 def blocks_norm(blocks: Tensor, *, bound: bool) -> Tensor:
     """The largest singular value among complex (frequency, O, I) blocks: an upper bound, tight or quick."""
-    if bound:
-        return operator_norm_bound(blocks.to(torch.complex128)).amax()
-    return operator_norm_bound(blocks, iterations=4).amax()
+    if not bound:
+        return operator_norm_bound(blocks, iterations=4).amax()
+    few = max(1, AT_ONCE // (blocks.shape[1] * blocks.shape[2]))  # or a bound would take more memory than a resolvent
+    return torch.stack([operator_norm_bound(part.to(torch.complex128)).amax() for part in blocks.split(few)]).amax()

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
+from equipoise.operators.base import (
+    RAW_ONE,
+    MonotoneOperator,
+    full_precision,
+    inverted,
+    is_count,
+    positive,
+    require_flag,
+    spectral_norm,
+    unit,
+)
 from equipoise.scope import once_per_solve
 
 
@@ -26,11 +36,13 @@ class MonotoneLinear(MonotoneOperator):
     Reference: E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), proposition 1.
     """
 
+    peak = 6.0
+
     def __init__(self, features: int, *, m: float = 1.0, normalize: bool = False):
         super().__init__(m)
         if not is_count(features):
             raise ValueError(f"features is {features!r}; it must be a whole number of at least 1.")
-        self.features, self.normalize = features, normalize
+        self.features, self.normalize = features, require_flag("normalize", normalize)
         bound = features**-0.5  # as nn.Linear
         self.A = nn.Parameter(torch.empty(features, features).uniform_(-bound, bound))
         self.B = nn.Parameter(torch.empty(features, features).uniform_(-bound, bound))
@@ -53,28 +65,30 @@ class MonotoneLinear(MonotoneOperator):
         return once_per_solve((id(self), "W"), self.derive)
 
     def forward(self, z: Tensor) -> Tensor:
-        check_value(z, self.shape, "MonotoneLinear")
+        z = self.checked(z)
         with full_precision(self):
             return z @ self.weight.T
 
     def adjoint(self, z: Tensor) -> Tensor:
-        check_value(z, self.shape, "MonotoneLinear")
+        z = self.checked(z)
         with full_precision(self):
             return z @ self.weight
 
     def factorise(self, alpha: float) -> Tensor:
         W = self.derive()
-        return torch.linalg.inv((1 + alpha) * torch.eye(len(W), dtype=W.dtype, device=W.device) - alpha * W)
+        return inverted((1 + alpha) * torch.eye(len(W), dtype=W.dtype, device=W.device) - alpha * W)
+
+    def footprint(self) -> list[int]:
+        return [self.features**2]
 
     def solve(self, factors: Any, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
-        check_value(z, self.shape, "MonotoneLinear")
+        z = self.checked(z)
         with full_precision(self):
             return z @ (factors if adjoint else factors.T)
 
     def norm(self, *, bound: bool) -> Tensor:
         W = self.derive().double()
-        exact = torch.linalg.matrix_norm(torch.eye(len(W), dtype=W.dtype, device=W.device) - W, ord=2)
-        return exact * (1 + 1e-10)  # of the rounding of a singular value decomposition in float64
+        return spectral_norm(torch.eye(len(W), dtype=W.dtype, device=W.device) - W)
 
     def typical(self) -> tuple[Tensor, Tensor]:
         W = self.derive()

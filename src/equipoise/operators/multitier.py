@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, check_value, full_precision, is_count, positive, unit
+from equipoise.operators.base import (
+    RAW_ONE,
+    MonotoneOperator,
+    full_precision,
+    inverted,
+    is_count,
+    positive,
+    require_flag,
+    spectral_norm,
+    unit,
+)
 from equipoise.operators.convolution import (
     BORDER,
     COARSE,
@@ -21,6 +31,7 @@ from equipoise.operators.convolution import (
     composed,
     fresh_kernel,
     means,
+    resolved,
 )
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.scope import once_per_solve
@@ -59,7 +70,7 @@ class MonotoneMultiTier(MonotoneOperator):
         wanted = isinstance(channels, tuple | list) and all(map(is_count, channels))
         if not wanted or not channels:
             raise ValueError(f"channels is {channels!r}; it must be a tuple of whole numbers, one for each tier.")
-        self.channels, self.normalize = tuple(channels), normalize
+        self.channels, self.normalize = tuple(channels), require_flag("normalize", normalize)
         height, width = checked_size(size)
         tiers = len(channels)
         self.sizes = [(-(-height // STRIDE**i), -(-width // STRIDE**i)) for i in range(tiers)]
@@ -119,7 +130,7 @@ class MonotoneMultiTier(MonotoneOperator):
         return once_per_solve((id(self), "W"), self.derive)
 
     def forward(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        check_value(z, self.shape, "MonotoneMultiTier")
+        z = self.checked(z)
         with full_precision(self):
             return tuple(images(transform.inverse(product)) for transform, product in self.products(z))
 
@@ -127,6 +138,7 @@ class MonotoneMultiTier(MonotoneOperator):
         def pull(transform: Spectrum, cotangent: Tensor) -> Tensor:
             return transform.pull(memory(cotangent))
 
+        z = self.checked(z)
         with full_precision(self):
             return [(product, partial(pull, transform)) for transform, product in self.products(z)]
 
@@ -147,7 +159,7 @@ class MonotoneMultiTier(MonotoneOperator):
         return found
 
     def adjoint(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        check_value(z, self.shape, "MonotoneMultiTier")
+        z = self.checked(z)
         with full_precision(self):
             return self.product_adjoint(z)
 
@@ -187,8 +199,7 @@ class MonotoneMultiTier(MonotoneOperator):
         found = []
         for i in range(self.tiers):
             W, A, K = self.blocks(i)
-            identity = torch.eye(self.channels[i], dtype=W.dtype, device=W.device)
-            inverse = torch.linalg.inv((1 + alpha) * identity - alpha * W)
+            inverse = inverted(resolved(W, alpha))
             if K is None:
                 found.append(Factors(real(inverse), real(A)))
                 continue
@@ -196,13 +207,24 @@ class MonotoneMultiTier(MonotoneOperator):
             PK = inverse @ K.mH
             coupling = folded_sum(KP @ K.mH)
             G = STRIDE**2 / alpha * torch.eye(K.shape[1], dtype=W.dtype, device=W.device) + coupling
-            strided = Woodbury(Fold.of(KP), real(torch.linalg.inv(G)), Fold.of(PK.mH))
+            strided = Woodbury(Fold.of(KP), real(inverted(G)), Fold.of(PK.mH))
             found.append(Factors(real(inverse), real(A), strided))
         return found
 
+    def footprint(self) -> list[int]:
+        counts = [self.spectrum(i, self.example).count for i in range(self.tiers)]
+        found = [n for count, c in zip(counts, self.channels, strict=True) for n in 2 * [count * (2 * c) ** 2]]
+        for count, (a, b) in zip(counts, itertools.pairwise(self.channels), strict=False):
+            found += [count * 2 * a * 2 * b, count * 2 * a * 2 * b, count // STRIDE**2 * (2 * b) ** 2]
+        return found  # P^-1 and A of every tier; K P^-1, P^-1 K^H and G^-1 where there is an S
+
+    @property
+    def hint(self) -> str:
+        return f" The grids are those of images of {self.sizes[0]}, halved tier by tier, each with a border of zeros."
+
     def solve(self, factors: list[Factors], alpha: float, z: Any, *, adjoint: bool) -> tuple[Tensor, ...]:
         """Substitution tier by tier (D7), downwards, or upwards for the adjoint."""
-        check_value(z, self.shape, "MonotoneMultiTier")
+        z = self.checked(z)
         with full_precision(self):
             return self.solve_adjoint(factors, alpha, z) if adjoint else self.solve_forward(factors, alpha, z)
 
@@ -250,7 +272,7 @@ class MonotoneMultiTier(MonotoneOperator):
                 into = blocks_norm(Fold.complex(K), bound=bound) / STRIDE
                 sizes[i, i] += into**2
         assert sizes is not None
-        return torch.linalg.matrix_norm(sizes, ord=2) * (1 + 1e-10)
+        return spectral_norm(sizes)
 
     def typical(self) -> tuple[Tensor, Tensor]:
         """Of the tiers by themselves, each with the weight of its size."""

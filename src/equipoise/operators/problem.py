@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from equipoise.layout import Layout, is_zero, leaves, rebuild
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
-from equipoise.operators.spectrum import images, memory
+from equipoise.operators.spectrum import images, in_transform, memory
 from equipoise.scope import Scope
 from equipoise.solvers.structure import Splitting
 
@@ -30,6 +29,8 @@ class MonotoneProblem(nn.Module):
         >>> layer = eq.Equilibrium(eq.operators.MonotoneProblem(op, "relu"), solver=eq.PeacemanRachford())
         >>> z = layer(bias)    # bias = U x + b, (batch, 64)
     """
+
+    full_precision = True  # also under autocast, which is for what surrounds it: a residual in bfloat16 says little
 
     def __init__(self, operator: MonotoneOperator, activation: str | Callable[..., Any] = "relu"):
         super().__init__()
@@ -50,13 +51,15 @@ class MonotoneProblem(nn.Module):
 
     def start(self, bias: Any) -> Any:
         """Zeros like z, in the memory order in which operators compute; for ``Equilibrium(initial=problem.start)``."""
-        like = leaves(bias, "bias")[0][1]
+        given, like = leaves(bias, "bias")[0][1], self.operator.example
+        batch = given.shape[0] if given.dim() else 1
         parts = []
         for shape in tree(self.operator.shape):
             if len(shape) == 3:
-                parts.append(images(like.new_zeros(shape[1], shape[2], shape[0], len(like))))
+                zeros = given.new_zeros(shape[1], shape[2], shape[0], batch, dtype=like.dtype)
+                parts.append(images(zeros))
             else:
-                parts.append(like.new_zeros(len(like), *shape))
+                parts.append(given.new_zeros(batch, *shape, dtype=like.dtype))
         return parts[0] if is_leaf(self.operator.shape) else tuple(parts)
 
     def preactivation(self, z: Any, bias: Any) -> Any:
@@ -64,23 +67,26 @@ class MonotoneProblem(nn.Module):
         given, parts = [part for _, part in leaves(bias, "bias")], [part for _, part in leaves(z, "z")]
         if len(given) > len(parts):
             raise ValueError(f"bias has {len(given)} tensors, z has {len(parts)}: give one for each tier, or fewer.")
+        dtype = self.operator.require_precision()
         for i, (b, part) in enumerate(zip(given, parts, strict=False)):
             if b.shape != part.shape:
                 name = "bias" if len(parts) == 1 else f"bias[{i}]"
                 raise ValueError(f"{name} is {tuple(b.shape)}; it must be shaped like z, {tuple(part.shape)}.")
+            if b.dtype != dtype and (not b.is_floating_point() or torch.promote_types(b.dtype, dtype) != dtype):
+                name = "bias" if len(parts) == 1 else f"bias[{i}]"
+                raise TypeError(f"{name} is {b.dtype} and the weights of W are {dtype}: give {name}.to({dtype}).")
         traced = torch.compiler.is_compiling() or in_transform()
         if not traced and not any(part.requires_grad or not is_zero(part) for part in parts):
-            return rebuild(z, self.at_zero(parts, given))
+            return rebuild(z, self.at_zero([part for _, part in leaves(self.operator.checked(z), "z")], given))
         image = [part for _, part in leaves(self.operator(z), "W z")]
         return rebuild(z, [part + given[i] if i < len(given) else part for i, part in enumerate(image)])
 
     def at_zero(self, parts: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         """W 0 + bias, where nearly every solve starts, without a product; in the graph of the weights all the same."""
-        nothing = 0.0
-        if torch.is_grad_enabled():
-            nothing = sum((0 * p.flatten()[0] for p in self.operator.parameters() if p.requires_grad), start=0.0)
+        # NaN if a weight is NaN or infinite.
+        nothing = torch.stack([(0 * p).sum() for p in self.operator.parameters()]).sum()
         full = [given[i] if i < len(given) else torch.zeros_like(part) for i, part in enumerate(parts)]
-        return [arranged(part) + nothing for part in full]
+        return [arranged(b.to(part.dtype)) + nothing for part, b in zip(parts, full, strict=True)]
 
     def splitting(self, layout: Layout, scope: Scope, bias: Any) -> Splitting:
         """The structure of this f within a solve, on rows."""
@@ -129,11 +135,6 @@ class OnRows:
 
     def take(self, rows: Tensor) -> OnRows:
         return self
-
-
-def in_transform() -> bool:
-    """Whether values may carry tangents or more batches, which look like zeros when they are not."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def arranged(part: Tensor) -> Tensor:

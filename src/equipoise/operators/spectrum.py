@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from equipoise.layout import BATCH_LAST, inverse
@@ -138,4 +139,16 @@ _spectrum = lru_cache(maxsize=64)(Spectrum)
 def real(blocks: Tensor) -> Tensor:
     """Complex (..., O, I) blocks as real (..., 2 O, 2 I) ones, for products with [re, im]; transposed, the adjoint."""
     re, im = blocks.real, blocks.imag
-    return torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
+    if torch.is_grad_enabled() or in_transform():
+        return torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
+    outputs, inputs = blocks.shape[-2:]
+    made = re.new_empty(*blocks.shape[:-2], 2 * outputs, 2 * inputs)  # every number written once, nothing in between
+    for row, column, part in ((0, 0, re), (outputs, 0, im), (outputs, inputs, re)):
+        made[..., row : row + outputs, column : column + inputs] = part
+    torch.neg(im, out=made[..., :outputs, inputs:])
+    return made
+
+
+def in_transform() -> bool:
+    """Whether values may carry tangents or more batches, which look like zeros when they are not."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

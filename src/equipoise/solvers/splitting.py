@@ -11,6 +11,7 @@ operator methods" (2016).
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.layout import is_zero
 from equipoise.problem import Problem
 from equipoise.solvers.acceleration import Acceleration
 from equipoise.solvers.base import Solver, State
@@ -53,9 +55,25 @@ class SplittingSolver(Solver):
                 "equipoise.operators.MonotoneProblem(operator, activation), or solve by Anderson, Broyden or Picard."
             )
         if self not in split.alphas:
-            automatic = isinstance(self.alpha, str)
-            split.alphas[self] = self.automatic(split.operator) if automatic else float(self.alpha)
+            if isinstance(self.alpha, str):
+                alpha = self.automatic(split.operator)
+                # No step suits weights that are not finite, or that overflow: any shows that f is not finite either.
+                split.alphas[self] = alpha if 0 < alpha < math.inf else 1.0
+            else:
+                split.alphas[self] = float(self.alpha)
         return split, split.alphas[self]
+
+    def begin(self, split: Splitting, z: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z, f(z) and W z + b to start from: z0, or 0 for samples whose equilibrium that is.
+
+        0 is the equilibrium exactly when s(b) = 0. From elsewhere, iterates only tend to it: f(z) may be 0 long before
+        z is, and no relative tolerance would ever be met.
+        """
+        if not is_zero(z):
+            at_rest = (split.activation(split.bias) == 0).all(dim=1) & torch.isfinite(image).all(dim=1)
+            if bool(at_rest.any()):
+                z, image = (torch.where(at_rest[:, None], 0.0, rows) for rows in (z, image))
+        return z, image, split.preactivation(z)
 
     def companion(self, state: SplittingState) -> Tensor:
         return state.pre  # at the equilibrium it tells the backward pass the slope of s
@@ -82,11 +100,12 @@ class ForwardBackward(SplittingSolver):
         self.check_alpha()
 
     def automatic(self, operator: Any) -> float:
-        return operator.m / operator.lipschitz_bound() ** 2
+        bound = operator.lipschitz_bound()
+        return operator.m / bound / bound  # the square may overflow
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> SplittingState:
         split, _ = self.structure(problem)
-        return SplittingState(z, image, split.preactivation(z))
+        return SplittingState(*self.begin(split, z, image))
 
     def step(self, problem: Problem, state: SplittingState) -> SplittingState:
         split, alpha = self.structure(problem)
@@ -124,7 +143,7 @@ class ReflectionSolver(SplittingSolver):
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
         # What u would be if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
         split, alpha = self.structure(problem)
-        pre = split.preactivation(z)
+        z, image, pre = self.begin(split, z, image)
         u = torch.lerp(z, pre, alpha)
         return ReflectionState(z, image, pre, u, Acceleration.start(u, self.memory) if self.memory else None)
 
