@@ -1,4 +1,4 @@
-"""Words for numbers."""
+"""Words for numbers, and names that are safe to print."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def printable(name: object) -> str:
+    """A name, such as a file's, with a backslash escape for every character that a terminal would act on.
+
+    Example:
+        >>> printable("cat\x1b[2J.png")
+        'cat\\x1b[2J.png'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))
