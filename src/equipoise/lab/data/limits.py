@@ -21,7 +21,8 @@ class Limits:
     Args:
         entries: files and folders in an archive that is unpacked.
         size: bytes that an archive unpacks to.
-        ratio: bytes that a compressed file inflates to per byte of its own, beyond ``small``.
+        ratio: bytes that an archive, or an entry of a zip, inflates to per byte of its own, beyond ``small``.
+        array_ratio: the same of a file of arrays, which is read into memory as a whole.
         small: bytes that any compressed file may inflate to.
         memory: bytes of one file of arrays, inflated, in memory.
         image_file: bytes of one image file, or of one entry of a zip that is read in place.
@@ -33,6 +34,7 @@ class Limits:
     entries: int = 1_000_000
     size: int = 500 * 10**9
     ratio: int = 200
+    array_ratio: int = 50
     small: int = 64 * 10**6
     memory: int = 8 * 10**9
     image_file: int = 256 * 10**6
@@ -42,15 +44,18 @@ class Limits:
 
     def unpacked(self, archive: Path) -> int:
         """Bytes that this archive may unpack to on disk."""
-        return min(self.size, self.inflated(archive.stat().st_size))
+        return min(self.size, self.inflated(archive.stat().st_size, self.ratio))
 
     def in_memory(self, file: Path) -> int:
         """Bytes that this compressed file may inflate to in memory."""
-        return min(self.memory, self.inflated(file.stat().st_size))
+        return min(self.memory, self.inflated(file.stat().st_size, self.array_ratio))
 
-    def inflated(self, size: int) -> int:
-        """Bytes that ``size`` compressed bytes may inflate to."""
-        return max(self.small, self.ratio * size)
+    def entry(self, size: int) -> int:
+        """Bytes that an entry of ``size`` compressed bytes of a zip may inflate to in memory."""
+        return min(self.image_file, self.inflated(size, self.ratio))
+
+    def inflated(self, size: int, ratio: int) -> int:
+        return max(self.small, ratio * size)
 
 
 LIMITS = Limits()

@@ -67,7 +67,7 @@ class Zip(Tree):
     def read(self, file: str) -> bytes:
         with self.lock:
             info = self.archive.getinfo(file)
-            most = min(LIMITS.image_file, LIMITS.inflated(info.compress_size))
+            most = LIMITS.entry(info.compress_size)
             if info.file_size > most:  # which zipfile then reads, and no more
                 raise ValueError(f"it inflates to {info.file_size:,} bytes; at most {most:,} are read")
             return self.archive.read(info)
