@@ -24,8 +24,8 @@ from equipoise.tolerance import Tolerance
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
 NO_EXPORT = (
-    "an Equilibrium cannot be exported or traced: its solver stops by the residuals it sees, which a fixed graph cannot "
-    "do. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) in its place."
+    "an Equilibrium cannot be exported or traced: its solver stops by the residuals it sees, which a fixed graph "
+    "cannot do. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) in its place."
 )
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 _watched: ContextVar[list[Solution] | None] = ContextVar("watched", default=None)

@@ -380,7 +380,8 @@ class Source:
         """Make the changes of a budget, each of which stands at a place, and remember what they replaced."""
         for path, value in entries(changes):
             key = ".".join(path)
-            self.budgeted[key] = (looked_up(self.tables, key.split(".")), value)
+            before = self.budgeted[key][0] if key in self.budgeted else looked_up(self.tables, key.split("."))
+            self.budgeted[key] = (before, value)
             change(self.tables, key, value, place(path), self.where)
 
     def phase(self, number: int) -> Recipe:

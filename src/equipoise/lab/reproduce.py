@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def reproduce_table(
     """Train every row of a table, in a new folder, and write paper beside measured; returns the Markdown file."""
     source = open_recipe(name)
     found = rows(source, budget, changes)  # every row's mistakes show before the first one trains
-    require_data({row.label: recipe for row, recipe in found}, folders)
+    require_data([recipe for _, recipe in found], folders)
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         write_json(folder / "reproduce.json", asked_for(name, source, budget, changes, folders))
@@ -122,19 +122,20 @@ def shrunk(sources: Sequence[Source]) -> str:
         for key, values in source.budgeted.items():
             for seen, value in zip(found.setdefault(key, ([], [])), map(short, values), strict=True):
                 seen.extend([value] if value not in ("", *seen) else [])
-    told = [" ".join([key, *([", ".join(old), "->"] if old else []), ", ".join(new)]) for key, (old, new) in found.items()]
-    return "; ".join(text for text in told if not text.startswith("title ")) or "changes nothing"
+    found.pop("title", None)
+    told = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in found.items()]
+    return "; ".join(told) or "changes nothing"
 
 
 def short(value: Any) -> str:
     """A value as the command line takes it; a section by its name."""
-    return "" if value is None else value["name"] if isinstance(value, dict) else str(value).replace(" ", "")
+    return "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
 
 
-def require_data(recipes: Mapping[str, Source], folders: Sequence[Path]) -> None:
+def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
     """Raise MissingData that names every set that is not there: before the first of several trainings, not after it."""
     missing: dict[str, MissingData] = {}
-    for label, recipe in recipes.items():
+    for recipe in recipes:
         data: Data = recipe.read(Recipe).data
         if data.name in ABOUT and not found_in(data.name, folders):  # others come from outside, and are asked later
             try:
@@ -145,7 +146,7 @@ def require_data(recipes: Mapping[str, Source], folders: Sequence[Path]) -> None
         raise next(iter(missing.values()))
     if missing:
         names = "; ".join(f"{name}: {how_to_get(name)}" for name in missing)
-        raise MissingData(f"nothing was trained, since {len(missing)} data sets are not there or not complete. {names}.")
+        raise MissingData(f"{len(missing)} data sets are not there or not complete; to get {names}.")
 
 
 def trained_in(folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path]) -> Path:
@@ -213,9 +214,9 @@ def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, rows
 
     text = f"# {table.title}\n\nBudget: {budget or 'paper'}.\n"
     if len(lines) < rows:
-        text += f"{len(lines)} of {rows} rows so far.\n"
-    text += "".join(f"{name}: {words}\n" for name, words in (("Aim", table.paper.aim), ("Note", table.paper.note)) if words)
-    text += "\n"
+        text += f"\n{len(lines)} of {rows} rows so far.\n"
+    about = (("Aim", table.paper.aim), ("Note", table.paper.note))
+    text += "".join(f"\n{name}: {words}.\n" for name, words in about if words) + "\n"
     text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
     for line in lines:
         paper, found = value(line["paper"], line["paper_spread"]), value(line["measured"], line["spread"])
@@ -253,7 +254,7 @@ def draw_figure(
         runs = [open_run(folder) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
     found = trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
-    require_data({recipe.name: recipe for recipe in found}, folders)
+    require_data(found, folders)
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         path = out or picture_in(folder, source)

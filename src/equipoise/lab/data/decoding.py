@@ -97,6 +97,11 @@ def fitted(image: Image, channels: int, height: int, width: int) -> Image:
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, left + sides[0], top + sides[1]))
 
 
+def upright_size(image: Image) -> tuple[int, int]:
+    """Width and height of an image once it stands as its EXIF orientation says, without decoding it."""
+    return (image.height, image.width) if image.getexif().get(274, 1) >= 5 else image.size
+
+
 def bytes_of(image: Image) -> Image:
     """The image with whole numbers up to 255, to which Pillow would clip everything larger.
 
