@@ -517,6 +517,11 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path, c
     shutil.copytree(run, folder / "red\x1b[31m")
     assert main(["runs", str(folder)]) == 0
     assert r"red\x1b[31m" in capsys.readouterr().out
+    assert main(["report", str(folder / "red\x1b[31m"), str(run), "--out", str(tmp_path / "page.html")]) == 0
+    for file in ("page.html", "page.md"):
+        text = (tmp_path / file).read_text()
+        assert r"red\x1b[31m" in text
+        assert "\x1b" not in text
 
 
 def test_an_image_of_quite_another_size_is_mentioned(run, tmp_path, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
-from equipoise.lab.wording import printable
+from equipoise.lab.wording import printable, printable_text
 from equipoise.registry import MissingPackage, UnknownOption
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             known = [word.strip("' ") for word in found[2].split(",")]
             message = f"there is no {found[1]!r};{hint(found[1], known)} known: {', '.join(known)}."
-        print(f"{self.prog}: {safe(message)}\nSee {self.prog} --help.", file=sys.stderr)
+        print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
     def options(self) -> list[str]:
@@ -278,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
         if arguments.traceback or is_a_defect(error):
             raise
-        print(f"equipoise: {safe(sentence(error))}", file=sys.stderr)
+        print(f"equipoise: {printable_text(sentence(error))}", file=sys.stderr)
         return 2
 
 
@@ -310,11 +310,6 @@ def meant_keys(arguments: Any, word: str) -> list[str]:
         return full_keys(word, open_recipe(inside[0].split()[0]).tables if inside else tables)
     except (RecipeError, AttributeError, KeyError, IndexError, TypeError):
         return full_keys(word, {})
-
-
-def safe(text: str) -> str:
-    """A text for a terminal: control characters, such as a file's name may have, as backslash escapes."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def is_a_defect(error: Exception) -> bool:
@@ -494,7 +489,7 @@ def predict(arguments: Any) -> int:
                 answer = ", ".join(f"{name} {shown(value)}" for name, value in found.answer.items())
                 print(f"{printable(found.image)}: {answer}", flush=True)
             if found.note:
-                print(f"{'note' if found.answer else 'equipoise'}: {safe(found.note)}", file=sys.stderr)
+                print(f"{'note' if found.answer else 'equipoise'}: {printable_text(found.note)}", file=sys.stderr)
     return code
 
 

@@ -102,7 +102,7 @@ def fixed_point(
 
 def exporting() -> bool:
     """Whether torch.export, ONNX or torch.jit.trace is recording a fixed graph."""
-    return torch.jit.is_tracing() or _is_exporting()
+    return torch._C._get_tracing_state() is not None or _is_exporting()
 
 
 def watched_run(*arguments: Any) -> Solution:

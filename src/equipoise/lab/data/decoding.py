@@ -111,21 +111,16 @@ def bytes_of(image: Image) -> Image:
     import numpy
     from PIL import Image
 
-    if image.mode.startswith("I"):
-        low, high, most = *image.convert("I").getextrema(), 65535
-        scale = 1 / 257
-    elif image.mode == "F":
-        if not numpy.isfinite(numpy.asarray(image)).all():
-            raise ValueError("it has pixels that are not numbers (NaN or infinity)")
-        low, high, most = *image.getextrema(), 255
-        scale = 255.0 if high <= 1 else 1.0
-    else:
+    if image.mode != "F" and not image.mode.startswith("I"):
         return image
+    levels = numpy.asarray(image)
+    if not numpy.isfinite(levels).all():
+        raise ValueError("it has pixels that are not numbers (NaN or infinity)")
+    low, high, most = float(levels.min()), float(levels.max()), 255 if image.mode == "F" else 65535
     if low < 0 or high > most:
         raise ValueError(f"its pixels go from {low:g} to {high:g}; they must lie between 0 and {most}")
-    if image.mode != "F":
-        return image.convert("I").point(lambda value: value * scale)
-    return Image.fromarray(numpy.rint(numpy.asarray(image) * scale).astype(numpy.uint8))
+    scale = 1 / 257 if most == 65535 else 255 if high <= 1 else 1
+    return Image.fromarray(numpy.rint(levels * scale).astype(numpy.uint8))
 
 
 def pixels(image: Image) -> Tensor:

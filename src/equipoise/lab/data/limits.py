@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 from dataclasses import dataclass
+from gzip import GzipFile
 from pathlib import Path
 from typing import IO
 
@@ -71,7 +72,7 @@ def read_file(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
-def read_exactly(file: IO[bytes], size: int) -> bytearray:
+def read_exactly(file: IO[bytes] | GzipFile, size: int) -> bytearray:
     """Return all ``size`` bytes that are left in a stream, which must be so many; grows as they arrive."""
     data = bytearray()
     while len(data) <= size and (chunk := file.read(CHUNK)):

@@ -30,7 +30,7 @@ def examine(data: bytes) -> None:
             puts += 1
             if argument is not None and argument > puts:  # pickles number memos one after the other, from 0 or 1 on
                 raise pickle.UnpicklingError(f"it is a pickle with memo {argument} at byte {place}, its {puts}th one")
-        elif code.name == "FRAME" and argument > len(data):
+        elif code.name == "FRAME" and (argument or 0) > len(data):
             raise pickle.UnpicklingError(f"it is a pickle with a frame of {argument} bytes, and has {len(data)}")
         elif code.name.startswith("TUPLE") or code.name == "FROZENSET":
             tuples += 1
