@@ -129,12 +129,34 @@ def fails(capsys, *words):
         (["data", "get", "mnits"], "there is no data set 'mnits'; did you mean 'mnist'?"),
         (["data", "get", "imagenet"], "imagenet cannot be downloaded: register at"),
         (["data", "check", "mnits"], "did you mean 'mnist'?"),
+        (["figure"], "equipoise figure: the following arguments are required: FIGURE\n"),
+        (["train", "core/digits", "lr=0.1"], "there is no key 'lr'; did you mean 'optimizer.lr'?"),
+        (["train", "core/digits", "epochs=3"], "there is no key 'epochs'; did you mean 'phases.0.epochs'?"),
+        (["train", "core/digits", "batchsize=3"], "there is no key 'batchsize'; did you mean 'training.batch_size'?"),
+        (["train", "mdeq/cifar10-small", "epochs=3"], "did you mean 'phases.0.epochs' or 'phases.1.epochs'?"),
+        (
+            ["train", "core/digits", "--epochs", "3"],
+            "there is no argument '--epochs'; a recipe is changed by key=value: phases.0.epochs=3.",
+        ),
+        (["train", "core/digits", "--lr=0.1"], "a recipe is changed by key=value: optimizer.lr=0.1."),
+        (["train", "core/digits", "--batch-size", "3"], "a recipe is changed by key=value: training.batch_size=3."),
+        (["reproduce", "core/table", "--epochs", "3"], "a recipe is changed by key=value: phases.0.epochs=3."),
+        (["figure", "core/convergence", "--epochs"], "a recipe is changed by key=value: phases.0.epochs=VALUE."),
+        (["evaluate", "runs/x", "--radius", "3"], "an option of the task is given as key=value: radius=3."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_gets_a_sentence(words, said, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert said in fails(capsys, *words)
+
+
+def test_changes_of_one_command_are_forgotten_in_the_next(capsys):
+    for _ in range(2):
+        assert fails(capsys, "train", "core/digits", "--threads", "1", "wrong=1").count("wrong=1") == 1
+    assert parser().parse_args(["figure", "core/convergence"]).changes == []
+    usage = next(made.format_usage() for path, made in parsers() if path == ("figure",))
+    assert "FIGURE [key=value ...]" in re.sub(r"\s+", " ", usage)
 
 
 def test_a_missing_data_set_says_where_it_was_looked_for_and_how_to_get_it(tmp_path, capsys, monkeypatch):
@@ -191,7 +213,9 @@ def test_evaluate_under_another_task(run, capsys):
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n broken"])
 def test_what_is_not_an_image_is_named(run, content, tmp_path, capsys):
     (tmp_path / "x.png").write_bytes(content)
-    assert f"{tmp_path / 'x.png'} is not an image" in fails(capsys, "predict", run, tmp_path / "x.png")
+    assert f"{tmp_path / 'x.png'} cannot be read: it is not an image that can be read; formats: PNG, JPEG" in fails(
+        capsys, "predict", run, tmp_path / "x.png"
+    )
     assert "there is no file" in fails(capsys, "predict", run, tmp_path / "none.png")
 
 
@@ -319,6 +343,38 @@ def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     assert (folder / "row-2" / "core-digits-001" / "seed-1" / "result.json").exists()
 
 
+def test_a_table_and_a_figure_say_what_they_are_about(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    about = 'title = "X"\n[paper]\naim = "a number"\nnote = "not all"\n[budget.smoke]\n{}\n'
+    row = '[[rows]]\nlabel = "one"\nrecipe = "core/digits"\n'
+    (tmp_path / "table.toml").write_text(about.format('"phases.0.epochs" = 1') + row)
+    top = 'figure = "convergence"\nrecipes = ["core/digits"]\nsamples = 9\n'
+    (tmp_path / "figure.toml").write_text(top + about.format("samples = 2"))
+    recipe = "data.limit 256; data.validation 240 -> 64; phases.0.epochs 12 -> 1"
+    for command, shrunk in (("reproduce", recipe), ("figure", f"samples 9 -> 2; {recipe}")):
+        name = {"reproduce": "table.toml", "figure": "figure.toml"}[command]
+        assert main([command, name, "--budget", "smoke", "data.limit=32", "--runs", "out"]) == 0
+        assert capsys.readouterr().out.startswith(
+            f"X\naim               a number\nnote              not all\nbudget smoke      {shrunk}\n"
+        )
+    assert "\nAim: a number.\n\nNote: not all.\n" in (tmp_path / "out/table-001/table.md").read_text()
+
+
+def test_the_data_of_all_rows_is_there_before_the_first_is_trained(tmp_path, capsys, monkeypatch):
+    from equipoise.lab.data import places
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EQUIPOISE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(places, "SYSTEM", tmp_path / "system")
+    assert fails(capsys, "reproduce", "core/table", "--budget", "smoke") == (
+        "equipoise: 3 data sets are not there or not complete; to get mnist: equipoise data get mnist; fashion-mnist: "
+        "equipoise data get fashion-mnist; cifar10: equipoise data get cifar10.\n"
+    )
+    assert "the data set cifar10 is not there" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_rows_that_differ_in_their_metric_are_of_one_training(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.toml").write_text(
@@ -419,7 +475,7 @@ def test_predict_reads_images_as_training_does(tmp_path):
             Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.png")
     data = load("image-folder", folder=str(tmp_path), size=9, validation=0)
     for row, (file, _) in enumerate(data.train.samples):
-        assert torch.equal(data.train.read(torch.tensor([row]))[0][0], read_image(tmp_path / file, data.shape))
+        assert torch.equal(data.train.read(torch.tensor([row]))[0][0], read_image(tmp_path / file, data.shape)[0])
 
 
 def test_a_best_metric_that_is_none_is_named(tmp_path, capsys, monkeypatch):
@@ -428,3 +484,77 @@ def test_a_best_metric_that_is_none_is_named(tmp_path, capsys, monkeypatch):
     (tmp_path / "misspelt_task.py").write_text(code)
     said = fails(capsys, "train", "core/digits", "--budget", "smoke", "task.name=misspelt_task:T")
     assert "best_metric of the task T is 'acuracy'; it has accuracy, loss." in said
+
+
+def test_one_bad_image_does_not_discard_the_others(run, tmp_path, capsys, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.png", "two.png", "three\x1b[2J\n.png"):
+        Image.new("L", (8, 8), 255).save(name)
+    Path("text.png").write_text("hello")
+    words = ["one.png", "none.png", "two.png", "text.png", ".", "three\x1b[2J\n.png"]
+    assert main(["predict", str(run), *words]) == 2
+    said = capsys.readouterr()
+    assert [line.partition(":")[0] for line in said.out.splitlines()] == ["one.png", "two.png", r"three\x1b[2J\n.png"]
+    assert said.err.splitlines() == [
+        "equipoise: there is no file none.png.",
+        "equipoise: text.png cannot be read: it is not an image that can be read; formats: PNG, JPEG, BMP, WEBP, GIF, "
+        "TIFF, PPM.",
+        "equipoise: . cannot be read: it is not a regular file.",
+    ]
+    assert main(["predict", str(run), *words, "--json"]) == 2
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 3
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path, capsys):
+    for words in (["predict", run, "x\x1b[31m.png"], ["predict", "no\x1b[2Jrun", "x.png"], ["train", "a\x07b"]):
+        assert main(list(map(str, words))) == 2
+        said = capsys.readouterr().err
+        assert "\\x" in said
+        assert not set(said) & set("\x1b\x07")
+    folder = tmp_path / "runs"
+    shutil.copytree(run, folder / "red\x1b[31m")
+    assert main(["runs", str(folder)]) == 0
+    assert r"red\x1b[31m" in capsys.readouterr().out
+    assert main(["report", str(folder / "red\x1b[31m"), str(run), "--out", str(tmp_path / "page.html")]) == 0
+    for file in ("page.html", "page.md"):
+        text = (tmp_path / file).read_text()
+        assert r"red\x1b[31m" in text
+        assert "\x1b" not in text
+
+
+def test_an_image_of_quite_another_size_is_mentioned(run, tmp_path, capsys):
+    from PIL import Image
+
+    Image.new("RGB", (240, 180)).save(tmp_path / "photo.jpg")
+    Image.new("L", (20, 20)).save(tmp_path / "small.png")
+    assert main(["predict", str(run), str(tmp_path / "photo.jpg"), str(tmp_path / "small.png")]) == 0
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path}/photo.jpg was shrunk from 240 x 180 to 8 x 8, the size of the images that the run was "
+        "trained on.\n"
+    )
+
+
+def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, capsys):
+    import numpy as np
+    from PIL import Image
+
+    from equipoise.lab.looking import read_image
+
+    levels = np.arange(64, dtype=np.float32).reshape(8, 8) * 4
+    for name, values in {"unit": levels / 255, "full": levels, "large": levels * 10, "nan": levels * np.nan}.items():
+        Image.fromarray(values).save(tmp_path / f"{name}.tif")
+    for name in ("unit", "full"):
+        assert torch.equal(read_image(tmp_path / f"{name}.tif", (1, 8, 8))[0][0], torch.from_numpy(levels).byte())
+    assert "large.tif cannot be read: its pixels go from 0 to 2520; they must lie between 0 and 255." in fails(
+        capsys, "predict", run, tmp_path / "large.tif"
+    )
+    assert "nan.tif cannot be read: it has pixels that are not numbers (NaN or infinity)." in fails(
+        capsys, "predict", run, tmp_path / "nan.tif"
+    )
+
+
+def test_resuming_a_finished_run_says_so(run, capsys):
+    assert main(["resume", str(run)]) == 0
+    assert f"{run} is finished, so that there is nothing to continue; its result:" in capsys.readouterr().out

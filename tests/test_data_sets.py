@@ -26,6 +26,11 @@ from equipoise.lab.data.base import spread
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.sources import HOW_TO_GET, SOURCES
 from equipoise.lab.data.trees import Zip
+from equipoise.lab.machine import this_machine
+from equipoise.lab.recipes import Recipe, open_recipe
+from equipoise.lab.runs import create
+from equipoise.lab.sweeps import described
+from equipoise.lab.train import load_data
 from official_files import (
     BATCHES,
     COARSE,
@@ -417,10 +422,10 @@ def test_label_maps_that_do_not_belong_to_their_images(tmp_path):
 def test_a_missing_permission_is_not_taken_for_damage(tmp_path, monkeypatch):
     make_idx(tmp_path, compress=False)
 
-    def refuse(self):
+    def refuse(self, *_):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(PermissionError):
         load("mnist", folders=[tmp_path])
 
@@ -457,7 +462,7 @@ def test_a_pickle_names_nothing_but_arrays(tmp_path, name):
 def test_a_pickle_uses_no_other_codec(tmp_path):
     make_cifar100(tmp_path)
     write(tmp_path / "train", b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.")
-    with pytest.raises(ValueError, match="encodes a text as 'rot13'"):
+    with pytest.raises(ValueError, match="encodes a string as 'rot13'"):
         load("cifar100", folders=[tmp_path])
 
 
@@ -494,7 +499,9 @@ def test_a_zip_is_read_by_many_threads_and_in_another_process(tmp_path):
 def test_the_order_of_the_search(tmp_path, monkeypatch):
     monkeypatch.setenv("EQUIPOISE_DATA", os.pathsep.join([str(tmp_path / "c"), "", str(tmp_path / "d")]))
     expected = [tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "d"]
-    assert search_path([tmp_path / "a", str(tmp_path / "b")]) == [*expected, cache_folder(), places.SYSTEM]
+    found = search_path([tmp_path / "a", str(tmp_path / "b")])
+    assert found == [*expected, cache_folder(), places.SYSTEM, Path.cwd()]
+    assert search_path([Path.cwd()]).count(Path.cwd()) == 1
     assert cache_folder() == tmp_path / "cache/equipoise/data"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -511,10 +518,35 @@ def test_the_first_folder_wins(tmp_path, monkeypatch):
         assert len(load("mnist", folders=spots[:1], validation=0).train) == count
 
 
+def listed_in(name, folders=()):
+    """Where ``equipoise data list`` says that a data set is."""
+    return next(row.found for row in available(folders) if row.name == name)
+
+
 def test_a_place_wins_over_a_form(tmp_path):
     make_idx(tmp_path / "first", train=2, compress=False)
     make_idx(tmp_path / "second", train=3)
     assert len(load("mnist", folders=[tmp_path / "first", tmp_path / "second"], validation=0).train) == 2
+    assert listed_in("mnist", [tmp_path / "first", tmp_path / "second"]) == str(tmp_path / "first")
+    make_cifar10_pickles(tmp_path / "first/cifar-10-batches-py")
+    make_cifar10(tmp_path / "second/cifar-10-batches-bin")
+    assert listed_in("cifar10", [tmp_path / "first", tmp_path / "second"]).startswith(str(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("environment", [True, False])
+def test_the_current_folder_comes_last_when_reading_as_when_listing(tmp_path, monkeypatch, environment):
+    make_idx(tmp_path / "here/mnist", train=2)
+    make_idx(tmp_path / "data/mnist", train=3)
+    monkeypatch.chdir(tmp_path / "here")
+    if environment:
+        monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path / "data"))
+    expected, count = (tmp_path / "data", 3) if environment else (tmp_path / "here", 2)
+    assert listed_in("mnist") == str(expected / "mnist")
+    assert len(load("mnist", validation=0).train) == count
+    source = open_recipe("core/mnist", overrides=["data.validation=1"])
+    with this_machine() as machine:
+        run = create(tmp_path / "runs/one", source, **described(machine, ()))
+    assert len(load_data(source.read(Recipe), run.data_folders(())).train) == count - 1  # one is held out
 
 
 def test_a_folder_of_another_set_is_not_taken_for_this_one(tmp_path):
@@ -530,8 +562,8 @@ def test_a_set_that_is_not_there(tmp_path, monkeypatch):
         load("mnist", folders=[tmp_path / "given"])
     assert str(caught.value) == (
         "the data set mnist is not there or not complete: no train-images-idx3-ubyte.gz or train-images-idx3-ubyte in "
-        f"{tmp_path}/given, {tmp_path}/data, {tmp_path}/cache/equipoise/data, {tmp_path}/system, nor in the folder "
-        "mnist of any of them; to get it: equipoise data get mnist."
+        f"{tmp_path}/given, {tmp_path}/data, {tmp_path}/cache/equipoise/data, {tmp_path}/system, {Path.cwd()}, nor in "
+        "the folder mnist of any of them; to get it: equipoise data get mnist."
     )
 
 
@@ -808,8 +840,13 @@ def test_a_run_finds_a_relative_folder_where_it_was_begun(tmp_path, monkeypatch)
             (tmp_path / place / "pics" / name).mkdir(parents=True)
             for number in range(6):
                 Image.new("L", (8, 8), colour).save(tmp_path / place / "pics" / name / f"{number}.png")
+    monkeypatch.chdir(tmp_path / "here")
+    options = ["data.name=image-folder", "data.folder=pics", "data.channels=1"]
+    source = open_recipe("core/digits", overrides=[*options, "data.validation=1"])
+    with this_machine() as machine:
+        run = create(tmp_path / "run", source, **described(machine, ()))
     monkeypatch.chdir(tmp_path / "there")
-    data = load("image-folder", folders=[tmp_path / "here"], folder="pics", channels=1, validation=0)
+    data = load_data(source.read(Recipe), run.data_folders(()))
     assert (data.train.read(torch.arange(3))[0] == 10).all()
 
 

@@ -38,7 +38,7 @@ from equipoise.lab.recipes import (
     recipe_names,
     recipes_folder,
 )
-from equipoise.lab.reproduce import FIGURES, rows
+from equipoise.lab.reproduce import FIGURES, rows, shrunk, trainings
 from equipoise.lab.runs import create
 
 TITLE = 'title = "A recipe"'
@@ -946,6 +946,62 @@ def test_changes_of_a_row_come_between_the_budget_and_the_command_line(write):
     assert second(None, []).phases[0].epochs == 1
     assert second("smoke", ["phases.0.epochs=5"]).phases[0].epochs == 5
     assert second("smoke", []).data.limit == 256
+
+
+def test_a_section_with_a_name_keeps_what_belongs_to_the_section(write):
+    """Options of another thing go; validation and limit, which are the section's own, stay."""
+    file = write(recipe(data="[data]\nname = 'cifar100'\nlabels = 'coarse'\nvalidation = 5"))
+
+    def changed(change):
+        return open_recipe(file, overrides=[change]).read(Recipe)
+
+    other = changed("data={name='cifar10', limit=3}").data
+    assert (other.name, other.validation, other.limit, other.options) == ("cifar10", 5, 3, {})
+    same = changed("data={name='cifar100', limit=3}").data
+    assert (same.name, same.validation, same.limit, same.options) == ("cifar100", 5, 3, {"labels": "coarse"})
+
+
+def test_a_row_that_names_another_data_set_keeps_the_budget():
+    source = open_recipe("opteq/table2a")
+    data = rows(source, "smoke", [])[0][1].read(Recipe).data
+    assert (data.name, data.limit, data.validation) == ("cifar100", 32, 32)
+
+
+def test_changes_of_the_budget_of_a_table_come_after_those_of_its_rows(write):
+    source = open_recipe(write(TABLE + "[budget.smoke]\nseeds = 2\n[budget.smoke.phases.0]\nepochs = 3\n"))
+    (_, first), (_, second) = rows(source, "smoke", [])
+    assert [first.read(Recipe).seeds, second.read(Recipe).seeds] == [2, 2]
+    assert second.read(Recipe).phases[0].epochs == 3
+    assert rows(source, "smoke", ["seeds=1"])[0][1].read(Recipe).seeds == 1
+    assert rows(source, None, [])[0][1].read(Recipe).seeds == 1
+
+
+def smoke_recipes(name):
+    """All that a recipe, table or figure trains within the budget "smoke"."""
+    source = open_recipe(name)
+    if kind_of(source) is Table:
+        return [recipe for _, recipe in rows(source, "smoke", [])]
+    return trainings(source, "smoke", []) if kind_of(source) is FigureSpec else [open_recipe(name, "smoke")]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_smoke_budget_is_small_and_its_title_claims_no_size(name):
+    for source in smoke_recipes(name):
+        found = source.read(Recipe)
+        assert found.data.limit is not None
+        assert found.data.limit <= 256
+        assert found.seeds == 1
+        assert all(phase.epochs == 1 for phase in found.phases)
+        if any(key.startswith("model.") for key in source.budgeted):
+            assert not re.search(r"\d[KM]\b|channels|large|small|XL", found.title), found.title
+
+
+def test_what_a_budget_shrinks_is_said_on_one_line(write):
+    sources = [open_recipe("core/mnist", "smoke"), open_recipe("mondeq/mnist-conv", "smoke")]
+    assert shrunk(sources) == ("data.limit 256, 32; data.validation 5000 -> 256, 32; phases.0.epochs 10, 40 -> 1")
+    assert shrunk([open_recipe("opteq/figure4a", "smoke")]) == (
+        "samples 32 -> 4; batch_size 16 -> 4; evaluations 60 -> 10"
+    )
 
 
 @pytest.mark.parametrize(

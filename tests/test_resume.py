@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+import re
 import shlex
 import signal
 import time
@@ -221,6 +222,23 @@ def test_a_sweep_is_resumed_as_a_whole(tmp_path):
 def test_a_sweep_does_not_go_on_after_a_request_at_the_end_of_a_run(tmp_path):
     text = run(tmp_path, "train", write_recipe(tmp_path), "seeds=2", TEST_SIGNALS="result.json 1 SIGTERM", expect=143)
     run(tmp_path, *shlex.split(resume_command(text)))
+
+
+def test_a_table_that_is_stopped_shows_what_it_has(tmp_path):
+    recipe = write_recipe(tmp_path)
+    table = "".join(f'[[rows]]\nlabel = "row {i}"\nrecipe = "{recipe}"\nchanges = {{ seed = {i} }}\n' for i in (1, 2))
+    (tmp_path / "two.toml").write_text(f'title = "x"\n{table}')
+    words = ("reproduce", "two.toml", "phases.0.epochs=1")
+    text = run(tmp_path, *words, TEST_SIGNALS=f"loss {STEPS + 2} SIGINT", expect=130)  # in the second row
+    assert "1 of 2 rows so far." in text
+    assert re.search(r"^\| row 1 \| accuracy \| - \| [\d.]+ \|", text, re.M)
+    assert "| row 2 |" not in text
+    assert resume_command(text) == "resume runs/two-001"
+    text = run(tmp_path, "resume", "runs/two-001")
+    assert "so far" not in text
+    assert "| row 2 |" in text
+    text = run(tmp_path, *words, TEST_SIGNALS="loss 2 SIGINT", expect=130)  # in the first
+    assert "| row" not in text
 
 
 def test_a_figure_is_resumed_as_a_whole(tmp_path):

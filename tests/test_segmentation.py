@@ -17,12 +17,14 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
+from bomb_files import png
 from equipoise.cli import main
 from equipoise.lab import checkpoints
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.data.scenes import CAMVID, CITYSCAPES
 from equipoise.lab.files import read_json
 from equipoise.lab.runs import Run
+from equipoise.lab.segment import in_windows
 from equipoise.lab.solves import add
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.drawing import CAMVID_COLORS, CITYSCAPES_COLORS, class_colors, confusion_figure, in_color, overlay
@@ -757,7 +759,7 @@ def test_segment_answers_a_mistake_with_a_sentence(street, image, capsys, tmp_pa
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     assert "there is no folder runs/none" in fails("runs/none", image)
     assert "there is no file none.png" in fails(street, "none.png")
-    assert "broken.png is not an image that can be read" in fails(street, "broken.png")
+    assert "broken.png cannot be read: it is not an image that can be read; formats: PNG" in fails(street, "broken.png")
     assert "taken.png exists already" in fails(street, image, "-o", "taken.png")
     assert "free-classes.png exists already" in fails(street, image, "-o", "free.png")
     assert "a picture's file ends in .png" in fails(street, image, "-o", "seen.jpg")
@@ -765,6 +767,33 @@ def test_segment_answers_a_mistake_with_a_sentence(street, image, capsys, tmp_pa
     assert "would be written to photo-segmented.png" in fails(street, image, "elsewhere/photo.png")
     assert "window is [0, 4]; it must be" in fails(street, image, "--window", 0, 4)
     assert not [path for path in tmp_path.iterdir() if "seen" in path.name or "segmented" in path.name]
+
+
+def test_an_image_that_does_not_fit_is_refused_before_it_is_decoded(street, image, capsys):
+    """Its size, the limit and the remedy are said; a picture of 12000 x 12000 is half a megabyte on disk."""
+    for side in (12000, 7000):
+        Path(f"{side}.png").write_bytes(png(side, side, 3 * side**2))
+        assert main(["segment", str(street), f"{side}.png"]) == 2
+    large, smaller = capsys.readouterr().err.splitlines()
+    assert large == (
+        "equipoise: 12000.png cannot be read: it is 12000 x 12000, 144,000,000 pixels; at most 89,000,000 are read: "
+        "make it smaller."
+    )
+    assert smaller == (
+        "equipoise: 7000.png cannot be read: it is 7000 x 7000, and segmenting it into 19 classes takes about 12.9 GB "
+        "of memory; at most 4 GB are taken: make it smaller, or cut it into parts."
+    )
+    assert not list(Path().glob("*-segmented*"))
+
+
+def test_a_large_image_is_segmented_in_windows_and_said_so():
+    small, note = in_windows(Segmentation(NAMES), 1024, 2048)
+    assert (small.window, note) == (None, "")
+    large, note = in_windows(task := Segmentation(NAMES), 3000, 4000)
+    assert large.window == (1024, 1024)
+    assert task.window is None
+    assert note == "segmented in windows of 1024 x 1024, since it is 4000 x 3000; --window sets others"
+    assert in_windows(Segmentation(NAMES, window=[50, 60]), 3000, 4000)[0].window == (50, 60)
 
 
 def test_only_a_run_of_a_segmentation_task_segments(tmp_path, image, capsys):

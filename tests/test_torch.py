@@ -158,6 +158,21 @@ def test_fixed_steps_exports_with_a_free_batch_size(solver, x):
         torch.testing.assert_close(program.module()(other), layer(other), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_exporting_an_equilibrium_names_fixed_steps(x):
+    model = nn.Sequential(nn.Linear(8, 8), eq.Equilibrium(Cell()))
+    ways = {
+        "export": lambda: torch.export.export(model, (x,)),
+        "strict export": lambda: torch.export.export(model, (x,), strict=True),
+        "trace": lambda: torch.jit.trace(model, (x,)),
+    }
+    for name, way in ways.items():
+        with pytest.raises(Exception, match=r"cannot be exported or traced.* Export equipoise\.FixedSteps\("):
+            way()
+        torch._dynamo.reset()
+        assert torch.isfinite(model(x)).all(), name  # and it still solves
+
+
 def test_fixed_steps_refuses_to_drop_a_gradient(x):
     layer = eq.Equilibrium(Cell())
     with pytest.raises(RuntimeError, match="for inference"):

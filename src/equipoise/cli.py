@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
+from equipoise.lab.wording import printable, printable_text
 from equipoise.registry import MissingPackage, UnknownOption
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             known = [word.strip("' ") for word in found[2].split(",")]
             message = f"there is no {found[1]!r};{hint(found[1], known)} known: {', '.join(known)}."
-        print(f"{self.prog}: {message}\nSee {self.prog} --help.", file=sys.stderr)
+        print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
     def options(self) -> list[str]:
@@ -40,8 +41,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def hint(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" did you mean {near[0]!r}?" if near else ""
+    bare = {option.lstrip("-"): option for option in known}  # dashes are no likeness
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.65)
+    return f" did you mean {bare[near[0]]!r}?" if near else ""
 
 
 def parser() -> Parser:
@@ -71,7 +73,11 @@ def parser() -> Parser:
             help="see `equipoise recipes`; or a .toml file" + (f" (default: {default})" if default else ""),
         )
         made.add_argument(
-            "changes", metavar="key=value", nargs="*", help="changes of the recipe, such as optimizer.lr=0.01"
+            "changes",
+            metavar="key=value",
+            nargs="*",
+            default=[],  # without it argparse calls them required
+            help="changes of the recipe, such as optimizer.lr=0.01",
         )
         made.add_argument(
             "--budget",
@@ -122,7 +128,11 @@ def parser() -> Parser:
     )
     made.add_argument("folder", metavar="RUN", type=Path)
     made.add_argument(
-        "changes", metavar="key=value", nargs="*", help="options of the task, such as radius=0.1, or of --certify"
+        "changes",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="options of the task, such as radius=0.1, or of --certify",
     )
     made.add_argument("--task", help="measure under another task than the run's own")
     made.add_argument(
@@ -252,14 +262,11 @@ def main(words: Sequence[str] | None = None) -> int:
     top = parser()
     arguments, rest = top.parse_known_args(words)
     if hasattr(arguments, "changes"):  # argparse takes no more of a list once an option has come between
-        arguments.changes += [word for word in rest if re.match(r"[\w.-]+=", word) and not word.startswith("-")]
-        rest = [word for word in rest if word not in arguments.changes]
+        more = [word for word in rest if re.match(r"[\w.-]+=", word) and not word.startswith("-")]
+        arguments.changes = [*arguments.changes, *more]
+        rest = [word for word in rest if word not in more]
     if rest:
-        command: Parser = arguments.parser
-        word = rest[0].partition("=")[0]
-        command.error(
-            f"there is no argument {rest[0]!r};{hint(word, command.options())} options: {', '.join(command.options())}."
-        )
+        arguments.parser.error(no_such_argument(arguments, rest))
     try:
         return arguments.run(arguments) or 0
     except KeyboardInterrupt:
@@ -271,8 +278,38 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
         if arguments.traceback or is_a_defect(error):
             raise
-        print(f"equipoise: {sentence(error)}", file=sys.stderr)
+        print(f"equipoise: {printable_text(sentence(error))}", file=sys.stderr)
         return 2
+
+
+def no_such_argument(arguments: Any, words: Sequence[str]) -> str:
+    """A sentence for words that no command has; for ``--epochs 3``, with the change of the recipe that is meant."""
+    options: list[str] = arguments.parser.options()
+    word, equals, value = words[0].partition("=")
+    if not equals and len(words) > 1 and not words[1].startswith("-"):
+        value = words[1]
+    near = hint(word, options)
+    if word.startswith("--") and not near and (keys := meant_keys(arguments, word.lstrip("-").replace("-", "_"))):
+        either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+        return f"there is no argument {words[0]!r}; a recipe is changed by key=value: {either}."
+    if word.startswith("--") and not near and hasattr(arguments, "changes") and not hasattr(arguments, "recipe"):
+        change = f"{word.lstrip('-').replace('-', '_')}={value or 'VALUE'}"
+        return f"there is no argument {words[0]!r}; an option of the task is given as key=value: {change}."
+    return f"there is no argument {words[0]!r};{near} options: {', '.join(options)}."
+
+
+def meant_keys(arguments: Any, word: str) -> list[str]:
+    """The full keys of the recipe that end in a word; none where the command takes no recipe, or there is none such."""
+    from equipoise.lab.recipes import RecipeError, full_keys, open_recipe
+
+    if not hasattr(arguments, "recipe") or not hasattr(arguments, "changes"):
+        return []
+    try:
+        tables = open_recipe(arguments.recipe).tables
+        inside = [*(row["recipe"] for row in tables.get("rows", [])), *tables.get("recipes", [])]  # of table or figure
+        return full_keys(word, open_recipe(inside[0].split()[0]).tables if inside else tables)
+    except (RecipeError, AttributeError, KeyError, IndexError, TypeError):
+        return full_keys(word, {})
 
 
 def is_a_defect(error: Exception) -> bool:
@@ -304,10 +341,11 @@ def machine_of(arguments: Any) -> Any:
 def train(arguments: Any) -> int:
     from equipoise.lab import recipes as lab_recipes
     from equipoise.lab.build import check
+    from equipoise.lab.reproduce import shrunk
     from equipoise.lab.sweeps import train_recipe
 
     if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
-        arguments.changes.insert(0, arguments.recipe)
+        arguments.changes = [arguments.recipe, *arguments.changes]
         arguments.recipe = DEFAULT_RECIPE
     require_recipe(lab_recipes.open_recipe(arguments.recipe), arguments.recipe)  # before a budget that it has not
     source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
@@ -315,6 +353,8 @@ def train(arguments: Any) -> int:
     if arguments.report:
         import equipoise.lab.report  # noqa: F401  (a package that it misses shows now, not after training)
     with machine_of(arguments) as machine:
+        if source.budgeted and machine.leads:
+            print(f"{'budget ' + arguments.budget:<18}{shrunk([source])}", flush=True)
         return to_the_end(
             machine,
             lambda: train_recipe(source, arguments.runs, machine, arguments.data, report=arguments.report),
@@ -349,6 +389,8 @@ def resume(arguments: Any) -> int:
     from equipoise.lab.reproduce import continue_figure, continue_table
     from equipoise.lab.sweeps import resume_folder, threads_of
 
+    if (arguments.folder / "result.json").is_file():  # of a run, or of a sweep
+        print(f"{printable(arguments.folder)} is finished, so that there is nothing to continue; its result:")
     arguments.threads = arguments.threads or threads_of(arguments.folder)
     begun: dict[str, Callable[..., object]] = {"reproduce.json": continue_table, "figure.json": continue_figure}
     go_on = next((begun[name] for name in begun if (arguments.folder / name).exists()), resume_folder)
@@ -431,18 +473,24 @@ def print_solver(solver: dict[str, Any]) -> None:
         )
 
 
-def predict(arguments: Any) -> None:
+def predict(arguments: Any) -> int:
     from equipoise.lab.looking import predict_images
 
+    code = 0
     with machine_of(arguments) as machine:
-        answers = predict_images(open_run(arguments.folder), arguments.images, machine, arguments.weights)
         if not machine.leads:
-            return
-    for image, answer in zip(arguments.images, answers, strict=True):
-        if arguments.json:
-            print(json.dumps({"image": str(image), **answer}))
-        else:
-            print(f"{image}: " + ", ".join(f"{name} {shown(value)}" for name, value in answer.items()))
+            return code
+        for found in predict_images(open_run(arguments.folder), arguments.images, machine, arguments.weights):
+            if found.answer is None:
+                code = 2
+            elif arguments.json:
+                print(json.dumps({"image": str(found.image), **found.answer}), flush=True)
+            else:
+                answer = ", ".join(f"{name} {shown(value)}" for name, value in found.answer.items())
+                print(f"{printable(found.image)}: {answer}", flush=True)
+            if found.note:
+                print(f"{'note' if found.answer else 'equipoise'}: {printable_text(found.note)}", file=sys.stderr)
+    return code
 
 
 def shown(value: Any) -> str:
@@ -459,7 +507,9 @@ def segment(arguments: Any) -> None:
             return
         run, window = open_run(arguments.folder), arguments.window
         for segmented in segment_images(run, arguments.images, machine, arguments.out, arguments.weights, window):
-            print(f"written           {segmented.picture}, {segmented.classes}")
+            print(f"written           {printable(segmented.picture)}, {printable(segmented.classes)}")
+            if segmented.note:
+                print(f"note              {segmented.note}")
             print_solver(segmented.solver)
             print_table(("class", "share"), [(name, f"{share:.2%}") for name, share in segmented.shares.items()])
 
@@ -472,7 +522,7 @@ def report(arguments: Any) -> None:
             [open_run(folder) for folder in run_folders(arguments.folders)], machine, arguments.data, arguments.out
         )
         if machine.leads:
-            print(f"report            {path}")
+            print(f"report            {printable(path)}")
 
 
 def run_folders(folders: list[Path]) -> list[Path]:
@@ -555,7 +605,7 @@ def data_get(arguments: Any) -> None:
     from equipoise.lab.listing import get_data
 
     for path in get_data(arguments.name, arguments.to):
-        print(path)
+        print(printable(path))
 
 
 def data_check(arguments: Any) -> int:
@@ -574,7 +624,7 @@ def doctor(arguments: Any) -> int:
 
 def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Columns as wide as what stands in them."""
-    lines = [[str(cell) for cell in row] for row in [heading, *rows]]
+    lines = [[printable(cell) for cell in row] for row in [heading, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

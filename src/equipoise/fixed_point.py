@@ -24,6 +24,11 @@ from equipoise.tolerance import Tolerance
 
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
+NO_EXPORT = (
+    "an Equilibrium cannot be exported or traced: its solver stops by the residuals it sees, which a fixed graph "
+    "cannot do. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) in its place."
+)
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 _watched: ContextVar[list[Solution] | None] = ContextVar("watched", default=None)
 
 
@@ -88,6 +93,8 @@ def fixed_point(
         >>> sol.value.shape, bool(sol.converged.all())
         (torch.Size([8, 3]), True)
     """
+    if exporting():
+        raise NotImplementedError(NO_EXPORT)
     check_options(solver, tolerance, gradient, on_failure, compact, coupled, check_every)
     require_bool("trace", trace)
     if callback is not None and not callable(callback):
@@ -99,6 +106,11 @@ def fixed_point(
         reason = "an equilibrium is solved by a loop that looks at its residuals"
         return torch.compiler.disable(watched_run, reason=reason)(f, z0, inputs, *options)  # type: ignore[call-arg]
     return watched_run(f, z0, inputs, *options)
+
+
+def exporting() -> bool:
+    """Whether torch.export, ONNX or torch.jit.trace is recording a fixed graph."""
+    return torch._C._get_tracing_state() is not None or _is_exporting()
 
 
 def watched_run(*arguments: Any) -> Solution:

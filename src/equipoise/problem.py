@@ -142,7 +142,7 @@ class FunctionProblem(Problem):
         self.scope = Scope(batch)
         self.count = Count()
         self.affine = bool(getattr(f, "affine", False))
-own = getattr(f, "full_precision", False)  # f sees to its precision by itself
+        own = getattr(f, "full_precision", False)  # f sees to its precision by itself
         self.autocast = None if own else autocast_state(device.type)
         # Without explicit inputs a closure may have captured the whole batch.
         self.gatherable = bool(inputs) and not coupled

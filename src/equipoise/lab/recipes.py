@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import difflib
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from equipoise.registry import unknown
+from equipoise.tolerance import Tolerance
 
 
 class RecipeError(ValueError):
@@ -146,6 +148,7 @@ class Table:
     title: str
     rows: tuple[Row, ...]
     paper: Paper = Paper()
+    budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes of every row, after the row's own
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class FigureSpec:
     recipes: tuple[str, ...]  # each may be followed by changes as on the command line: "core/mnist optimizer.lr=0.1"
     paper: Paper = Paper()
     options: dict[str, Any] = field(default_factory=dict)
+    budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes of the figure's own options
 
 
 class Where:
@@ -271,7 +275,9 @@ def read_table(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> An
         elif "options" in fields:
             options[key] = entry
         else:
-            known = unknown("key", key, fields)
+            near_by = bool(difflib.get_close_matches(key, fields, n=1, cutoff=0.75))
+            meant = [] if path or near_by else full_keys(key, value)
+            known = no_such_key(key, meant) if meant else unknown("key", key, fields)
             raise where.error((*path, key), (f"in {'.'.join(path)}, " if path else "") + known)
     for name, f in fields.items():
         if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
@@ -293,11 +299,46 @@ def change(table: dict[str, Any], key: str, value: Any, place: str, where: Where
             here = here[part]
         if not isinstance(here, dict | list):
             raise RecipeError(f"{place}: {'.'.join(path[:depth])} is {here!r}; it has no keys to set.")
+    before = here.get(path[-1]) if isinstance(here, dict) else None
     if isinstance(here, list):
         here[entry_number(here, path[-1], path, place)] = value
+    elif isinstance(value, dict) and "name" in value and isinstance(before, dict):
+        here[path[-1]] = {**kept(path, before, value), **value}
+        for inner in value:
+            where.note((*path, inner), place)
+        return
     else:
         here[path[-1]] = value
     where.note(path, place)
+
+
+def kept(path: tuple[str, ...], before: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+    """What stays of a section when another one with a name is laid over it.
+
+    Options belong to the thing that is named: they stay if it is the same one. What belongs to the section itself
+    always stays: a table whose row names another data set is still cut to the samples of its budget.
+    """
+    if before.get("name") == value["name"]:
+        return before
+    kind = typing.get_type_hints(Recipe).get(path[0]) if len(path) == 1 else None
+    own = {f.name for f in dataclasses.fields(kind)} - {"options"} if dataclasses.is_dataclass(kind) else set()
+    return {key: entry for key, entry in before.items() if key in own}
+
+
+def full_keys(word: str, tables: dict[str, Any]) -> list[str]:
+    """The full keys of a recipe, ``"optimizer.lr"``, that end in a word or, if none does, in one much like it."""
+    every = {path for path in key_paths(tables) if path[0] not in ("budget", "paper") and len(path) > 1}
+    for section, kind in typing.get_type_hints(Recipe).items():
+        kinds = [k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k) and k not in (Phase, Paper)]
+        every |= {(section, f.name) for k in kinds for f in dataclasses.fields(k) if f.name != "options"}
+    every |= {("tolerance", f.name) for f in dataclasses.fields(Tolerance)}
+    ends = {path[-1] for path in every if not path[-1].isdecimal()}
+    near = [word] if word in ends else difflib.get_close_matches(word, sorted(ends), n=1, cutoff=0.75)
+    return sorted(".".join(path) for path in every if path[-1] in near)[:3]
+
+
+def no_such_key(word: str, meant: list[str]) -> str:
+    return f"there is no key {word!r}; did you mean {' or '.join(map(repr, meant))}?"
 
 
 def entry_number(entries: list[Any], part: str, path: tuple[str, ...], place: str) -> int:
@@ -330,9 +371,18 @@ class Source:
     tables: dict[str, Any]
     where: Where = field(compare=False)
     folder: str = ""  # of a file of the user's own: modules beside it can be named in it
+    budgeted: dict[str, tuple[Any, Any]] = field(default_factory=dict, compare=False)  # by dotted key: before, after
 
     def read(self, kind: Any) -> Any:
         return read(kind, self.tables, (), self.where)
+
+    def spend(self, changes: dict[str, Any], place: Callable[[tuple[str, ...]], str]) -> None:
+        """Make the changes of a budget, each of which stands at a place, and remember what they replaced."""
+        for path, value in entries(changes):
+            key = ".".join(path)
+            before = self.budgeted[key][0] if key in self.budgeted else looked_up(self.tables, key.split("."))
+            self.budgeted[key] = (before, value)
+            change(self.tables, key, value, place(path), self.where)
 
     def phase(self, number: int) -> Recipe:
         """The recipe as it stands in one phase: the phase's sections laid over the recipe's own."""
@@ -375,14 +425,14 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
     where = Where(shown, text)
     try:
         tables = tomllib.loads(text)
+        source = Source(path.stem if folder else name, tables, where, folder)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{shown}: {error}.") from None
     if budget not in (None, "paper"):
         budgets = read(dict[str, dict[str, Any]], tables.get("budget", {}), ("budget",), where)
         if budget not in budgets:
             raise RecipeError(f"{shown}: {unknown('budget', budget, [*budgets, 'paper'])}")
-        for key, value in entries(budgets[budget]):
-            change(tables, ".".join(key), value, where(("budget", budget, *key)), where)
+        source.spend(budgets[budget], lambda path: where(("budget", budget, *path)))
     for override in overrides:
         key, value = parse_override(override)
         change(tables, key, value, f"command line, {override}", where)
@@ -391,13 +441,23 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
         for default in dataclasses.fields(Recipe):  # options may be given without the name of the default thing
             if isinstance(default.default, Named) and isinstance(tables.setdefault(default.name, {}), dict):
                 tables[default.name].setdefault("name", default.default.name)
-    return Source(path.stem if folder else name, tables, where, folder)
+    return source
+
+
+def looked_up(tables: Any, path: Sequence[str]) -> Any:
+    """The value at a path of nested tables and lists; None if there is none."""
+    for part in path:
+        if isinstance(tables, list):
+            tables = tables[int(part)] if part.isdecimal() and int(part) < len(tables) else None
+        else:
+            tables = tables.get(part) if isinstance(tables, dict) else None
+    return tables
 
 
 def entries(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values in nested tables: a budget may write ``"optimizer.lr" = 1`` with quotes, or without.
 
-    A table with a name, such as ``schedule = {name = "cosine"}``, is another thing and takes the place of the first.
+    A table with a name, such as ``schedule = {name = "cosine"}``, is one value: another thing than the first.
     """
     for key, value in table.items():
         if isinstance(value, dict) and "name" not in value:

@@ -26,7 +26,7 @@ from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Recipe
 from equipoise.lab.runs import Run
 from equipoise.lab.toml import toml
-from equipoise.lab.wording import duration, percent, shown
+from equipoise.lab.wording import duration, percent, printable, printable_text, shown
 from equipoise.solution import Result
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
         return path
     alone = Machine(machine.device)  # the other processes, if any, do not take part
     looks = [look(run, label, alone, folders) for run, label in zip(runs, labels(runs), strict=True)]
-    write_text(path, page(looks, path.with_suffix(".md").name))
-    write_text(path.with_suffix(".md"), markdown(looks))
+    write_text(path, printable_text(page(looks, path.with_suffix(".md").name)))
+    write_text(path.with_suffix(".md"), printable_text(markdown(looks)))
     return path
 
 
@@ -116,7 +116,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     """The runs' folders, seen from the nearest folder that holds them all."""
     folders = [run.folder.resolve() for run in runs]
     parent = os.path.commonpath([folder.parent for folder in folders])
-    return [folder.relative_to(parent).as_posix() for folder in folders]
+    return [printable(folder.relative_to(parent).as_posix()) for folder in folders]
 
 
 # The page

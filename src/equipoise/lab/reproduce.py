@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from equipoise.lab.build import check, find_outside
+from equipoise.lab.data import MissingData, load
+from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.data.listing import found as found_in
+from equipoise.lab.data.sources import how_to_get
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import (
+    Data,
     FigureSpec,
+    Paper,
+    Recipe,
     RecipeError,
     Row,
     Source,
@@ -51,7 +58,8 @@ def reproduce_table(
 ) -> Path:
     """Train every row of a table, in a new folder, and write paper beside measured; returns the Markdown file."""
     source = open_recipe(name)
-    rows(source, budget, changes)  # every row's mistakes show before the first one trains
+    found = rows(source, budget, changes)  # every row's mistakes show before the first one trains
+    require_data([recipe for _, recipe in found], folders)
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         write_json(folder / "reproduce.json", asked_for(name, source, budget, changes, folders))
@@ -79,20 +87,66 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ())
     table: Table = source.read(Table)
     lines: list[dict[str, Any]] = []
     found = rows(source, budget, asked["changes"])
-    for row, recipe in found:
-        if machine.leads:
-            print(f"== {row.label} ({row.recipe})", flush=True)
-        # Rows that differ in their metric only are of one training.
-        number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
-        trained = trained_in(folder, f"row-{number}", recipe, machine, where)
-        if machine.leads:
-            lines.append(measured(row, trained))
-            write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
-            write_text(folder / "table.md", markdown(table, lines, budget))
     if machine.leads:
-        print("\n" + markdown(table, lines, budget))
-        print(f"table             {folder / 'table.md'}")
+        print(introduction(table.title, table.paper, budget, [recipe for _, recipe in found], source), flush=True)
+    try:
+        for row, recipe in found:
+            if machine.leads:
+                print(f"== {row.label} ({row.recipe})", flush=True)
+            # Rows that differ only in their metric share one training run.
+            number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
+            trained = trained_in(folder, f"row-{number}", recipe, machine, where)
+            if machine.leads:
+                lines.append(measured(row, trained))
+                write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
+                write_text(folder / "table.md", markdown(table, lines, budget, len(found)))
+    finally:  # also when it is stopped: what is there is shown
+        if machine.leads and lines:
+            print("\n" + markdown(table, lines, budget, len(found)))
+            print(f"table             {folder / 'table.md'}", flush=True)
     return folder / "table.md"
+
+
+def introduction(title: str, paper: Paper, budget: str | None, recipes: Sequence[Source], source: Source) -> str:
+    """What a table or figure is about to show, as its file says, and what its budget leaves of it."""
+    lines = [title, *(f"{name:<18}{text}" for name, text in (("aim", paper.aim), ("note", paper.note)) if text)]
+    if budget not in (None, "paper"):
+        lines.append(f"{'budget ' + budget:<18}{shrunk([source, *recipes])}")
+    return "\n".join(lines)
+
+
+def shrunk(sources: Sequence[Source]) -> str:
+    """What budgets changed, on one line: ``"data.limit 32; phases.0.epochs 40, 200 -> 1"``."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for source in sources:
+        for key, values in source.budgeted.items():
+            for seen, value in zip(found.setdefault(key, ([], [])), map(short, values), strict=True):
+                seen.extend([value] if value not in ("", *seen) else [])
+    found.pop("title", None)
+    told = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in found.items()]
+    return "; ".join(told) or "changes nothing"
+
+
+def short(value: Any) -> str:
+    """A value as the command line takes it; a section by its name."""
+    return "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
+
+
+def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
+    """Raise MissingData that names every set that is not there: before the first of several trainings, not after it."""
+    missing: dict[str, MissingData] = {}
+    for recipe in recipes:
+        data: Data = recipe.read(Recipe).data
+        if data.name in ABOUT and not found_in(data.name, folders):  # others come from outside, and are asked later
+            try:
+                load(data.name, folders=folders, validation=0, **data.options)
+            except MissingData as error:
+                missing[data.name] = error
+    if len(missing) == 1:
+        raise next(iter(missing.values()))
+    if missing:
+        names = "; ".join(f"{name}: {how_to_get(name)}" for name in missing)
+        raise MissingData(f"{len(missing)} data sets are not there or not complete; to get {names}.")
 
 
 def trained_in(folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path]) -> Path:
@@ -107,16 +161,20 @@ def trained_in(folder: Path, place: str, recipe: Source, machine: Machine, folde
 
 
 def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
-    """The rows of a table, each with its recipe, checked: the row's changes first, then the command line's."""
+    """The rows of a table, each with its recipe, checked.
+
+    Changes are made in this order: the recipe's budget, the row's own, the table's budget, the command line's.
+    """
     if kind_of(source) is not Table:
         verb = "figure" if "figure" in source.tables else "train"
         raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
-    found = []
-    for row in source.read(Table).rows:
+    found, table = [], source.read(Table)
+    for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
         recipe = open_recipe(str(Path(source.folder) / row.recipe) if beside else row.recipe, budget)
         for path, value in entries(row.changes):
             change(recipe.tables, ".".join(path), value, f"{source.name}, row {row.label!r}", recipe.where)
+        recipe.spend(table.budget.get(budget or "", {}), lambda _: f"{source.name}, budget {budget}")
         for text in changes:
             key, value = parse_override(text)
             change(recipe.tables, key, value, f"command line, {text}", recipe.where)
@@ -146,15 +204,19 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
     }
 
 
-def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None) -> str:
-    """The table as text."""
+def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, rows: int) -> str:
+    """The table as text; of one that was stopped, as many of its ``rows`` as there are."""
 
     def value(number: float | None, spread: float | None) -> str:
         if number is None:
             return "-"
         return f"{number:.4g}" + (f" +- {spread:.2g}" if spread is not None else "")
 
-    text = f"# {table.title}\n\nBudget: {budget or 'paper'}.\n\n"
+    text = f"# {table.title}\n\nBudget: {budget or 'paper'}.\n"
+    if len(lines) < rows:
+        text += f"\n{len(lines)} of {rows} rows so far.\n"
+    about = (("Aim", table.paper.aim), ("Note", table.paper.note))
+    text += "".join(f"\n{name}: {words}.\n" for name, words in about if words) + "\n"
     text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
     for line in lines:
         paper, found = value(line["paper"], line["paper_spread"]), value(line["measured"], line["spread"])
@@ -173,13 +235,13 @@ def draw_figure(
     out: Path | None,
 ) -> Path:
     """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path."""
-    source, of_recipes = opened_figure(name, changes)
+    source, of_recipes = opened_figure(name, budget, changes)
     spec: FigureSpec = source.read(FigureSpec)
     if given and len(given) != len(spec.recipes):
         raise RecipeError(
             f"{name} is drawn from {len(spec.recipes)} runs ({', '.join(spec.recipes)}); {len(given)} are given."
         )
-    if given and (of_recipes or budget):
+    if given and (of_recipes or (budget and budget not in spec.budget)):
         raise RecipeError(
             f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them, only "
             f"options of the figure have ({', '.join(sorted(figure_options(spec)))})."
@@ -191,7 +253,8 @@ def draw_figure(
     if given:
         runs = [open_run(folder) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
-    trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
+    found = trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
+    require_data(found, folders)
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         path = out or picture_in(folder, source)
@@ -201,7 +264,7 @@ def draw_figure(
     return continue_figure(folder, machine)
 
 
-def opened_figure(name: str, changes: Sequence[str]) -> tuple[Source, list[str]]:
+def opened_figure(name: str, budget: str | None, changes: Sequence[str]) -> tuple[Source, list[str]]:
     """A figure with those of the changes that are of its own options, and the others, which are of its recipes."""
     source = open_recipe(name)
     if kind_of(source) is not FigureSpec:
@@ -209,9 +272,10 @@ def opened_figure(name: str, changes: Sequence[str]) -> tuple[Source, list[str]]
             f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
         )
     find_outside(source)
-    options = figure_options(source.read(FigureSpec))
+    spec: FigureSpec = source.read(FigureSpec)
+    options = figure_options(spec)
     own = [text for text in changes if parse_override(text)[0] in options]
-    return open_recipe(name, overrides=own), [text for text in changes if text not in own]
+    return open_recipe(name, budget if budget in spec.budget else None, own), [t for t in changes if t not in own]
 
 
 def figure_options(spec: FigureSpec) -> set[str]:
@@ -223,8 +287,10 @@ def continue_figure(folder: Path, machine: Machine, folders: Sequence[Path] = ()
     """Take the trainings of a figure from wherever they stand to their end, and draw it."""
     asked = read_json(folder / "figure.json")
     where = [*folders, *map(Path, asked["data"])]
-    source, of_recipes = opened_figure(asked["name"], asked["changes"])
-    found = trainings(source, asked["budget"], of_recipes)
+    source, of_recipes = opened_figure(asked["name"], asked["budget"], asked["changes"])
+    found, spec = trainings(source, asked["budget"], of_recipes), source.read(FigureSpec)
+    if machine.leads:
+        print(introduction(spec.title, spec.paper, asked["budget"], found, source), flush=True)
     trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where) for i, recipe in enumerate(found, 1)]
     return drawn(source, [open_run(run) for run in trained], machine, where, Path(asked["out"]))
 

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from equipoise.lab.data.places import search_path
 from equipoise.lab.files import read_json, write_json, write_text
 from equipoise.lab.recipes import Recipe, Source, Where
 
@@ -88,8 +89,13 @@ class Run:
         return read_json(path) if path.exists() else None
 
     def data_folders(self, given: Sequence[Path]) -> list[Path]:
-        """Where to look for data: in the folders given now, then in those given when the run was made."""
-        return [*given, *map(Path, self.facts["machine"].get("data", []))]
+        """Where to look for data: as always, first in the folders given now, then in those given when it was begun.
+
+        The folder in which it was begun comes last, as the current folder does when a run is begun.
+        """
+        machine = self.facts["machine"]
+        begun = [Path(machine["begun_in"])] if "begun_in" in machine else []
+        return [*search_path([*given, *map(Path, machine.get("data", []))], current=False), *begun]
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of the log; a last line cut short by a crash is left out."""

@@ -139,7 +139,8 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
         "device": str(machine.device),
         "processes": machine.world,
         "threads": torch.get_num_threads(),
-        "data": [str(folder.resolve()) for folder in (*folders, Path())],
+        "data": [str(folder.resolve()) for folder in folders],
+        "begun_in": str(Path.cwd()),
     }
 
 

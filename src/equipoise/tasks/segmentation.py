@@ -314,7 +314,7 @@ def mean_over_windows(
         part = (..., slice(top, top + height), slice(left, left + width))
         total[part] += logits(images[part])
         seen[part] += 1
-    return total / seen
+    return total.div_(seen)
 
 
 def window_starts(length: int, window: int) -> list[int]:

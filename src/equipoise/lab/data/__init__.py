@@ -55,7 +55,7 @@ def load(name: str, *, folders: Sequence[str | Path] = (), validation: float = 0
     Args:
         name: of a data set of the table, or ``"my_module:my_data"``: a function of yours that returns a DataSet, and is
             given a ``Places`` if it has a parameter ``places``.
-        folders: to look for its files in, before ``$EQUIPOISE_DATA``, the cache and the system's.
+        folders: folders to look for its files in first; see :func:`search_path`.
         validation: the share (below 1) or number of training samples to hold out; 0 for none.
         **options: of the data set.
 

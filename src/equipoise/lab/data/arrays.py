@@ -10,6 +10,7 @@ from torch import Tensor
 from equipoise.lab.data.base import DataSet, TensorSplit
 from equipoise.lab.data.catalogue import differs
 from equipoise.lab.data.decoding import shape_of, statistics
+from equipoise.lab.data.matfiles import arrays
 from equipoise.lab.data.places import Places
 
 DIGITS = tuple("0123456789")
@@ -30,14 +31,13 @@ def digits(places: Places) -> DataSet:
 
 def svhn(places: Places) -> DataSet:
     """House numbers cut to single digits, 32x32 colour."""
-    from scipy.io import loadmat
 
     def part(name: str) -> tuple[Tensor, Tensor]:
         path = places.file(name)
         with places.reading(path):
-            arrays = loadmat(path, variable_names=["X", "y"])
-            images = torch.from_numpy(arrays["X"]).permute(3, 2, 0, 1)  # from height, width, channels, number
-            labels = torch.from_numpy(arrays["y"]).flatten().long()
+            found = arrays(path, "X", "y")
+            images = torch.from_numpy(found["X"]).permute(3, 2, 0, 1)  # from height, width, channels, number
+            labels = torch.from_numpy(found["y"]).flatten().long()
         return checked(places, path, images, labels % 10, DIGITS)  # 10 stands for the digit 0
 
     train, test = [part("train_32x32.mat")], [part("test_32x32.mat")]

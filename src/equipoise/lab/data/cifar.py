@@ -11,6 +11,7 @@ from torch import Tensor
 from equipoise.lab.data import pickles
 from equipoise.lab.data.arrays import checked, classified
 from equipoise.lab.data.base import DataSet
+from equipoise.lab.data.limits import LIMITS, read_file
 from equipoise.lab.data.places import Places
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -54,7 +55,7 @@ def cifar100_names(places: Places, labels: str) -> tuple[str, ...]:
     listed = f"{labels}_label_names.txt"
     path = places.file("cifar-100-python/meta", "meta", f"cifar-100-binary/{listed}", listed)
     with places.reading(path):
-        names = path.read_bytes().split() if path.suffix else dictionary(path)[f"{labels}_label_names"]
+        names = read_file(path, LIMITS.small).split() if path.suffix else dictionary(path)[f"{labels}_label_names"]
         return tuple(name.decode() for name in names)
 
 
@@ -63,7 +64,8 @@ def records(places: Places, path: Path, columns: list[str]) -> tuple[Tensor, dic
     import numpy
 
     with places.reading(path):
-        data, length = torch.from_numpy(numpy.fromfile(path, numpy.uint8)), len(columns) + 3072
+        data = torch.from_numpy(numpy.frombuffer(bytearray(read_file(path, LIMITS.memory)), numpy.uint8))
+        length = len(columns) + 3072
         if len(data) % length:
             raise ValueError(f"it has {len(data)} bytes, which is not a number of records of {length} bytes")
         table = data.view(-1, length)
@@ -76,10 +78,19 @@ def pickled(places: Places, path: Path) -> tuple[Tensor, dict[str, Tensor]]:
     with places.reading(path):
         content = dictionary(path)
         images = torch.from_numpy(content["data"]).unflatten(1, (3, 32, 32))
-        return images, {name: torch.tensor(content[name]) for name in content if name.endswith("labels")}
+        return images, {name: whole_numbers(content, name) for name in content if name.endswith("labels")}
+
+
+def whole_numbers(content: dict[str, Any], name: str) -> Tensor:
+    """A flat list of whole numbers: lists in lists may name each other, and grow without end when they are copied."""
+    if not isinstance(content[name], list) or not all(isinstance(entry, int) for entry in content[name]):
+        raise ValueError(f"its entry {name!r} is not a list of whole numbers")
+    return torch.tensor(content[name])
 
 
 def dictionary(path: Path) -> dict[str, Any]:
     """The dictionary in a pickle; its keys are bytes if Python 2 wrote it."""
-    content = pickles.load(path.read_bytes())
+    content = pickles.load(read_file(path, LIMITS.memory))
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a pickle of a {type(content).__name__}, not of a dictionary")
     return {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}

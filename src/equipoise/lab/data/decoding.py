@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from equipoise.lab.data.base import Batch, Split, TensorSplit
+from equipoise.lab.data.limits import LIMITS
 from equipoise.lab.data.places import Places
 from equipoise.lab.data.trees import Tree
+from equipoise.lab.wording import printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB"}  # PIL's names for grey and colour
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")  # none of which starts another program, as EPS does
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,35 @@ class Decoder:
 
 
 def opened(data: bytes) -> Image:
-    """An image whose header was read, and whose pixels were not yet."""
+    """An image of a plausible size whose header was read, and whose pixels were not yet."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(data))
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        sides, count = f"{image.width} x {image.height}, ", image.width * image.height
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"it is not an image that can be read; formats: {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which is higher
+        image, sides, count = None, "", int(re.findall(r"\d+", str(error))[0])
+    if image is None or count > LIMITS.pixels:
+        raise ValueError(f"it is {sides}{count:,} pixels; at most {LIMITS.pixels:,} are read: make it smaller")
+    return image
+
+
+@contextmanager
+def reading_image(path: Path) -> Iterator[None]:
+    """Say what is wrong with an image file of the user's own in one sentence that names it."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large gets a sentence
+            yield
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {printable(path)}.") from None
+    except Exception as error:  # image libraries raise many kinds for a damaged file
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+        raise ValueError(f"{printable(path)} cannot be read: {reason}.") from error
 
 
 def fitted(image: Image, channels: int, height: int, width: int) -> Image:
@@ -57,13 +90,37 @@ def fitted(image: Image, channels: int, height: int, width: int) -> Image:
     mode = MODES[channels]
     image.draft(mode, (width, height))  # a JPEG much larger than asked for is decoded at a fraction of its size
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits: converted as it is, everything above 255 would be white
-        image = image.convert("I").point(lambda value: value * (1 / 257))
-    image = image.convert(mode)
+    image = bytes_of(image).convert(mode)
     scale = min(image.width / width, image.height / height)
     sides = round(scale * width), round(scale * height)
     left, top = ((length - side) // 2 for length, side in zip(image.size, sides, strict=True))
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, left + sides[0], top + sides[1]))
+
+
+def upright_size(image: Image) -> tuple[int, int]:
+    """Width and height of an image once it stands as its EXIF orientation says, without decoding it."""
+    return (image.height, image.width) if image.getexif().get(274, 1) >= 5 else image.size
+
+
+def bytes_of(image: Image) -> Image:
+    """The image with whole numbers up to 255, to which Pillow would clip everything larger.
+
+    Pixels of 16 bits are divided by 257. Floating-point pixels are levels between 0 and 1 if none is above 1, else
+    levels between 0 and 255.
+    """
+    import numpy
+    from PIL import Image
+
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    levels = numpy.asarray(image)
+    if not numpy.isfinite(levels).all():
+        raise ValueError("it has pixels that are not numbers (NaN or infinity)")
+    low, high, most = float(levels.min()), float(levels.max()), 255 if image.mode == "F" else 65535
+    if low < 0 or high > most:
+        raise ValueError(f"its pixels go from {low:g} to {high:g}; they must lie between 0 and {most}")
+    scale = 1 / 257 if most == 65535 else 255 if high <= 1 else 1
+    return Image.fromarray(numpy.rint(levels * scale).astype(numpy.uint8))
 
 
 def pixels(image: Image) -> Tensor:

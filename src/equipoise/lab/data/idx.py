@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equipoise.lab.data.arrays import DIGITS, checked, classified
 from equipoise.lab.data.base import DataSet
+from equipoise.lab.data.limits import LIMITS, read_exactly
 from equipoise.lab.data.places import Places
 
 GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -40,13 +41,14 @@ def array(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:
     """A file and the array in it: 0, 0, 8 (for bytes), the number of dimensions, each of them, then the bytes."""
     path = places.file(f"{name}.gz", name)
     with places.reading(path):
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        start = 4 + 4 * dimensions
-        if data[:4] != bytes((0, 0, 8, dimensions)) or len(data) < start:
-            raise ValueError(f"it begins with the bytes {data[:4].hex(' ')}, not with 00 00 08 {dimensions:02x}")
-        shape = struct.unpack(f">{dimensions}I", data[4:start])
-        if len(data) - start != math.prod(shape):
-            raise ValueError(f"it holds {len(data) - start} bytes of data, its header promises {math.prod(shape)}")
-        return path, torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(shape)
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if compressed else path.open("rb") as file:
+            start = file.read(4 + 4 * dimensions)
+            if start[:4] != bytes((0, 0, 8, dimensions)) or len(start) < 4 + 4 * dimensions:
+                raise ValueError(f"it begins with the bytes {start[:4].hex(' ')}, not with 00 00 08 {dimensions:02x}")
+            shape = struct.unpack(f">{dimensions}I", start[4:])
+            size, most = math.prod(shape), LIMITS.in_memory(path) if compressed else LIMITS.memory
+            if size > most:
+                raise ValueError(f"its header promises {size:,} bytes; at most {most:,} are read from a file like it")
+            return path, torch.frombuffer(read_exactly(file, size), dtype=torch.uint8).view(shape)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.data.limits import CHUNK, LIMITS
 from equipoise.lab.data.places import Places
 from equipoise.lab.data.sources import OTHER_FORMS, SOURCES, Source, how_to_get
 from equipoise.lab.data.unpack import md5
@@ -54,14 +56,14 @@ def available(folders: Sequence[str | Path] = ()) -> list[Listed]:
 
 
 def found(name: str, folders: Sequence[str | Path] = ()) -> str:
-    """The folder in which all files of a data set are, in one form or another; "" if there is none."""
+    """The folder from which a data set is read: that of a complete form, of several the first one found; else ""."""
     if name == "digits":
         return "scikit-learn" if importlib.util.find_spec("sklearn") else ""
-    for form in forms(name, folders):
-        paths = [wanted.path for wanted in form if wanted.path is not None]
-        if len(paths) == len(form):
-            return str(paths[0].parent)
-    return ""
+    order = Places(name, folders).folders
+    complete = [paths for form in forms(name, folders) if all(paths := [wanted.path for wanted in form])]
+    first = [paths[0] for paths in complete if paths[0] is not None]
+    rank = {path: next(place for place, folder in enumerate(order) if path.is_relative_to(folder)) for path in first}
+    return str(min(first, key=lambda path: rank[path]).parent) if first else ""
 
 
 def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
@@ -84,9 +86,11 @@ def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
 
 
 def files_of(source: Source, places: Places) -> list[Wanted]:
-    """The file itself; or if that is not there, what it unpacks to."""
-    if not source.unpack and (path := places.find(source.file)):
-        return [Wanted(source.file, path, source.md5, *source.contents.values())]
+    """The file itself or what it unpacks to, whichever is read: a folder that comes earlier wins."""
+    if not source.unpack and (path := places.find(source.file, *source.contents)):
+        if path.name == source.file:
+            return [Wanted(source.file, path, source.md5, *source.contents.values())]
+        return [Wanted(path.name, path, source.contents[path.name])]
     inside = [Wanted(file, places.find(file, Path(file).name), known) for file, known in source.contents.items()]
     if any(wanted.path for wanted in inside):
         return inside
@@ -111,8 +115,13 @@ def size(path: Path | None) -> int | None:
 
 
 def md5_inside(path: Path) -> str | None:
-    """Of the uncompressed contents; None if they cannot be uncompressed."""
+    """Of the uncompressed contents; None if they cannot be uncompressed, or are more than is plausible."""
     try:
-        return hashlib.md5(gzip.decompress(path.read_bytes()), usedforsecurity=False).hexdigest()
-    except (OSError, EOFError):
+        sums, left = hashlib.md5(usedforsecurity=False), LIMITS.in_memory(path)
+        with gzip.open(path) as file:
+            while left >= 0 and (chunk := file.read(CHUNK)):
+                sums.update(chunk)
+                left -= len(chunk)
+        return sums.hexdigest() if left >= 0 else None
+    except (OSError, EOFError, zlib.error):
         return None

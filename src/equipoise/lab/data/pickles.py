@@ -1,35 +1,64 @@
-"""Pickles that may hold arrays, lists and texts, and nothing that runs code."""
+"""Pickles that may hold arrays, lists and strings, and nothing that runs code or takes more memory than the file."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import re
 from typing import Any
+
+MOST_TUPLES = 1000  # an array takes five; a tuple may hold the one before it, and a deep one ends the process
 
 
 def load(data: bytes) -> Any:
-    """What is in a pickle; texts of Python 2 as bytes. One that names anything but arrays is refused."""
+    """Return what is in a pickle; strings of Python 2 as bytes. One that names anything but arrays is rejected."""
+    examine(data)
     return Restricted(io.BytesIO(data), encoding="bytes").load()
+
+
+def examine(data: bytes) -> None:
+    """Reject a pickle before anything is made of it if making it could take more than its bytes.
+
+    Python's unpickler allocates what an instruction claims: a table of 2^32 places for a memo that is numbered so, or a
+    string's length before its bytes. Here every length is compared with the bytes that are there (by pickletools), and
+    every number of a memo with how many there are.
+    """
+    puts = tuples = 0
+    for code, argument, place in pickletools.genops(data):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            puts += 1
+            if argument is not None and argument > puts:  # pickles number memos one after the other, from 0 or 1 on
+                raise pickle.UnpicklingError(f"it is a pickle with memo {argument} at byte {place}, its {puts}th one")
+        elif code.name == "FRAME" and (argument or 0) > len(data):
+            raise pickle.UnpicklingError(f"it is a pickle with a frame of {argument} bytes, and has {len(data)}")
+        elif code.name.startswith("TUPLE") or code.name == "FROZENSET":
+            tuples += 1
+            if tuples > MOST_TUPLES:
+                raise pickle.UnpicklingError(f"it is a pickle of more than {MOST_TUPLES} tuples; arrays have few")
 
 
 class Restricted(pickle.Unpickler):
     """Knows the few names by which numpy arrays and bytes are pickled, old and new."""
 
     def find_class(self, module: str, name: str) -> Any:
-        import numpy
-
         known = {
             ("numpy.core.multiarray", "_reconstruct"): empty_array,
             ("numpy._core.multiarray", "_reconstruct"): empty_array,
-            ("numpy", "ndarray"): numpy.ndarray,
+            ("numpy", "ndarray"): not_called,
             ("numpy", "dtype"): data_type,
             ("_codecs", "encode"): latin1_bytes,
         }
         if (module, name) not in known:
             raise pickle.UnpicklingError(
-                f"it is a pickle that names {module}.{name}; only arrays, lists and texts are read"
+                f"it is a pickle that names {module}.{name}; only arrays, lists and strings are read"
             )
         return known[module, name]
+
+
+def not_called(*arguments: Any) -> Any:
+    """What stands for numpy.ndarray, which is only an argument: called, it would allocate any shape."""
+    raise pickle.UnpicklingError("it is a pickle that calls numpy.ndarray; only arrays with all their bytes are read")
 
 
 def empty_array(kind: Any, shape: Any, code: Any) -> Any:
@@ -40,14 +69,17 @@ def empty_array(kind: Any, shape: Any, code: Any) -> Any:
 
 
 def data_type(code: str | bytes, align: Any = False, copy: Any = True) -> Any:
-    """A dtype for the pickle to fill; a copy, lest it changes numpy's own."""
+    """A dtype of numbers for the pickle to fill; a copy, lest it changes numpy's own."""
     import numpy
 
-    return numpy.dtype(code.decode() if isinstance(code, bytes) else code, copy=True)
+    text = code.decode() if isinstance(code, bytes) else code
+    if not isinstance(text, str) or not re.fullmatch("[|<>=]?[biuf][1248]", text):
+        raise pickle.UnpicklingError(f"it is a pickle of an array of {text!r}; only numbers are read")
+    return numpy.dtype(text, copy=True)
 
 
 def latin1_bytes(text: str, encoding: str) -> bytes:
     """Bytes, which Python 3 pickles as text in older formats."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it is a pickle that encodes a text as {encoding!r}; only 'latin1' is read")
+        raise pickle.UnpicklingError(f"it is a pickle that encodes a string as {encoding!r}; only 'latin1' is read")
     return text.encode("latin1")

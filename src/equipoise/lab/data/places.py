@@ -23,12 +23,25 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "equipoise", "data")
 
 
-def search_path(folders: Sequence[str | Path] = ()) -> list[Path]:
-    """The folders to look for data in: those given, those in ``$EQUIPOISE_DATA``, the cache, the system's."""
+def search_path(folders: Sequence[str | Path] = (), current: bool = True) -> list[Path]:
+    """Return the folders to look for data in, each once: the one order, for reading as for listing.
+
+    Those given (``--data``) come first, then those in ``$EQUIPOISE_DATA``, the cache, the system's, and the current
+    folder last (unless ``current`` is False).
+    """
     if isinstance(folders, str | Path):
         raise TypeError(f"folders is {str(folders)!r}; it must be a list of folders: [{str(folders)!r}].")
     named = filter(None, os.environ.get("EQUIPOISE_DATA", "").split(os.pathsep))
-    return [Path(os.path.expanduser(folder)) for folder in (*folders, *named, cache_folder(), SYSTEM)]
+    every = (*folders, *named, cache_folder(), SYSTEM, *(current_folder() if current else ()))
+    return list(dict.fromkeys(Path(os.path.expanduser(folder)) for folder in every))
+
+
+def current_folder() -> list[Path]:
+    """The current folder, unless it was removed."""
+    try:
+        return [Path.cwd()]
+    except FileNotFoundError:
+        return []
 
 
 class Places:

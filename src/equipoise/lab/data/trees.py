@@ -8,6 +8,8 @@ import zipfile
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
 
+from equipoise.lab.data.limits import LIMITS, read_file
+
 
 class Tree(ABC):
     """Files below one place, named by their relative path with ``/``. Read from any thread."""
@@ -19,7 +21,8 @@ class Tree(ABC):
         """Every file, sorted; hidden ones and what macOS adds to its zips left out."""
 
     @abstractmethod
-    def read(self, file: str) -> bytes: ...
+    def read(self, file: str) -> bytes:
+        """The bytes of one file, which must be within the limits of an image file."""
 
 
 class Folder(Tree):
@@ -43,7 +46,7 @@ class Folder(Tree):
         return sorted(filter(visible, found))
 
     def read(self, file: str) -> bytes:
-        return (self.path / file).read_bytes()
+        return read_file(self.path / file, LIMITS.image_file)
 
 
 class Zip(Tree):
@@ -63,7 +66,11 @@ class Zip(Tree):
 
     def read(self, file: str) -> bytes:
         with self.lock:
-            return self.archive.read(file)
+            info = self.archive.getinfo(file)
+            most = LIMITS.entry(info.compress_size)
+            if info.file_size > most:  # which zipfile then reads, and no more
+                raise ValueError(f"it inflates to {info.file_size:,} bytes; at most {most:,} are read")
+            return self.archive.read(info)
 
     def __reduce__(self):  # another process opens the file for itself
         return Zip, (self.path,)

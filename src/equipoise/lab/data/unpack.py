@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from equipoise.lab.data.limits import LIMITS, Limits
+
 CHUNK = 1 << 18
 DEEPEST = 64  # folders in folders
 LONGEST_HEADER = 1 << 20  # of a tar entry, whose reader takes it into memory whole
@@ -28,27 +30,6 @@ LONGEST_HEADER = 1 << 20  # of a tar entry, whose reader takes it into memory wh
 
 class ArchiveError(OSError):
     """An archive that is damaged or that holds what it should not; its sentence goes on from "the archive: "."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an archive may grow to: more is taken for a bomb.
-
-    Args:
-        entries: how many files and folders.
-        size: bytes in all.
-        ratio: bytes in all per byte of the archive, once they are more than ``small``.
-        small: bytes that any archive may unpack to.
-    """
-
-    entries: int = 1_000_000
-    size: int = 500 * 10**9
-    ratio: int = 200
-    small: int = 64 * 10**6
-
-    def bytes_for(self, archive: Path) -> int:
-        """How many bytes this archive may unpack to."""
-        return min(self.size, max(self.small, self.ratio * archive.stat().st_size))
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ def unpack(
     shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed
     fresh.mkdir()
     try:
-        sizes = write_entries(archive, fresh, limits or Limits())
+        sizes = write_entries(archive, fresh, limits or LIMITS)
         for path, published in (contents or {}).items():
             found = md5(fresh / path) if path in sizes else "not there"
             if found != published.lower():
@@ -95,7 +76,7 @@ def unpack(
 
 def write_entries(archive: Path, folder: Path, limits: Limits) -> dict[str, int]:
     """Every entry of the archive as a file in ``folder``, measured against what it says and what is allowed."""
-    allowed = limits.bytes_for(archive)
+    allowed = limits.unpacked(archive)
     sizes: dict[str, int] = {}
     total = 0
     with closing(entries(archive, allowed)) as found:
