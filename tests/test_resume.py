@@ -26,6 +26,7 @@ from lab_helpers import (
     EPOCHS,
     PATIENCE,
     STEPS,
+    TRUST,
     assert_readable,
     assert_same,
     command,
@@ -70,7 +71,7 @@ def test_killed_at_random_moments(tmp_path, kills, epochs):
         assert_readable(killed)
         for part in parts(killed):
             part.write_bytes(b"nobody must read this")
-        process = start(tmp_path, "resume", killed.folder)
+        process = start(tmp_path, "resume", killed.folder, *TRUST)
     assert process.wait() == 0, process.text
     assert_same(uninterrupted, killed)
 
@@ -199,7 +200,7 @@ def test_stopped_by_a_person(tmp_path):
         process.send_signal(signal.SIGINT)
         text, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, "")
-    assert resume_command(text) == "resume runs/patterns-001"
+    assert resume_command(text) == "resume runs/patterns-001 --trust lab_helpers"
 
 
 def test_a_sweep_is_resumed_as_a_whole(tmp_path):
@@ -207,8 +208,8 @@ def test_a_sweep_is_resumed_as_a_whole(tmp_path):
     words = ("train", write_recipe(tmp_path), "seeds=2")
     text = run(tmp_path, *words, TEST_SIGNALS="loss 5 SIGTERM", expect=143)  # in the first seed
     stopped = latest(tmp_path).folder
-    assert resume_command(text) == f"resume {stopped.relative_to(tmp_path)}"
-    text = run(tmp_path, "resume", stopped, TEST_SIGNALS="loss 6 SIGTERM", expect=143)  # in the second
+    assert resume_command(text) == f"resume {stopped.relative_to(tmp_path)} --trust lab_helpers"
+    text = run(tmp_path, "resume", stopped, *TRUST, TEST_SIGNALS="loss 6 SIGTERM", expect=143)  # in the second
     text = run(tmp_path, *shlex.split(resume_command(text)))
     assert "over 2 seeds" in text
     for seed in ("seed-0", "seed-1"):
@@ -230,8 +231,9 @@ def test_a_figure_is_resumed_as_a_whole(tmp_path):
     )
     words = ("figure", "two.toml", "phases.0.epochs=1", "--out", "drawn.png")
     text = run(tmp_path, *words, TEST_SIGNALS="loss 2 SIGTERM", expect=143)  # in the first training
-    assert resume_command(text) == "resume runs/two-001"
-    text = run(tmp_path, "resume", "runs/two-001", TEST_SIGNALS=f"loss {STEPS} SIGTERM", expect=143)  # in the second
+    again = resume_command(text)
+    assert again == "resume runs/two-001 --trust lab_helpers --out drawn.png"
+    text = run(tmp_path, *shlex.split(again), TEST_SIGNALS=f"loss {STEPS} SIGTERM", expect=143)  # in the second
     assert not (tmp_path / "drawn.png").exists()
     assert "drawn.png" in run(tmp_path, *shlex.split(resume_command(text)))
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
@@ -320,7 +322,7 @@ def test_the_best_weights_are_tested_in_their_own_phase(tmp_path):
     trained = train(tmp_path, phases=f"{EPOCHS}\n[[phases]]\nepochs = 1\n{worse}")
     result = trained.result or {}
     assert result["best"]["epoch"] <= 2
-    run(tmp_path, "evaluate", trained.folder, "--json", "numbers.json")
+    run(tmp_path, "evaluate", trained.folder, "--json", "numbers.json", *TRUST)
     assert read_json(tmp_path / "numbers.json") == result["test"]
 
 
@@ -515,15 +517,15 @@ def test_running_statistics_that_are_no_numbers_are_not_kept(tmp_path):
 
 def test_a_trained_model_is_loaded(reference):
     images, labels = patterns().test.read(torch.arange(25))
-    model = eq.load(reference.folder)
+    model = eq.load(reference.folder, trust="lab_helpers")
     result = reference.result or {}
     with torch.no_grad():
         outputs = model(images / 255)
         assert not model.training
         assert (outputs.argmax(1) == labels).double().mean().item() == result["test"]["accuracy"]
-        assert torch.equal(outputs, eq.load(reference.best)(images / 255))
-        last = eq.load(reference.folder, weights="last")(images / 255)
-        assert torch.equal(last, eq.load(reference.last)(images / 255))
+        assert torch.equal(outputs, eq.load(reference.best, trust="lab_helpers")(images / 255))
+        last = eq.load(reference.folder, weights="last", trust="lab_helpers")(images / 255)
+        assert torch.equal(last, eq.load(reference.last, trust="lab_helpers")(images / 255))
         loss = nn.functional.cross_entropy(last.double(), labels).item()
     assert loss == pytest.approx(result["test_of_last"]["loss"], rel=1e-5)
 
@@ -533,8 +535,8 @@ def test_a_model_beside_its_recipe_is_found(tmp_path):
     (tmp_path / "mine" / "my_net.py").write_text("from lab_helpers import Net\n\n\nclass MyNet(Net): ...\n")
     recipe = write_recipe(tmp_path / "mine")
     run(tmp_path, "train", recipe, "model.name=my_net:MyNet", TEST_SIGNALS="loss 2 SIGTERM", expect=143)
-    resume(latest(tmp_path))
-    assert type(eq.load(latest(tmp_path).folder)).__name__ == "MyNet"
+    resume(latest(tmp_path), "--trust", "my_net")
+    assert type(eq.load(latest(tmp_path).folder, trust="my_net")).__name__ == "MyNet"
 
 
 def test_files_that_are_not_checkpoints_are_named(tmp_path, reference):
