@@ -338,7 +338,7 @@ def test_no_equilibrium_and_not_finished(outside):
     page = read_page(write_report([run], MACHINE))
     assert page.said("h3") == ["Training", "Pictures of the test split", "How it was made", "Recipe"]
     assert "Training has not ended: 2 of 2 epochs are done" in page.text
-    assert f"equipoise resume {run.folder}" in page.said("code")
+    assert f"equipoise resume {run.folder} --trust reported_nets" in page.said("code")
     assert "solver" not in page.text.partition("How it was made")[0]
     assert "best weights" in page.said("span")
     best = max(record["val"]["accuracy"] for record in run.epochs())
