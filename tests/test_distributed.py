@@ -208,7 +208,7 @@ def test_torchrun_is_asked_to_stop(tmp_path):
         torchrun.send_signal(signal.SIGTERM)
         text, errors = torchrun.communicate(timeout=PATIENCE)
     assert torchrun.returncode, errors
-    assert resume_command(text) == "resume runs/patterns-001"
+    assert resume_command(text) == "resume runs/patterns-001 --trust lab_helpers"
     assert text.count("stopped at step") == 1
     stopped = latest(tmp_path)
     assert checkpoints.read(stopped.last)[1]["progress"]["position"]["step"] == stopped.records()[-1]["step"]
