@@ -336,8 +336,11 @@ def latest(folder: Path) -> Run:
     return Run(max((folder / "runs").glob("patterns-*"), default=folder / "runs" / "none yet"))
 
 
-def resume(trained: Run, expect: int = 0, **settings: object) -> str:
-    return run(trained.folder.parent.parent, "resume", trained.folder, expect=expect, **settings)
+TRUST = ("--trust", "lab_helpers")  # what is trained here is from outside the package
+
+
+def resume(trained: Run, *words: str, expect: int = 0, **settings: object) -> str:
+    return run(trained.folder.parent.parent, "resume", trained.folder, *TRUST, *words, expect=expect, **settings)
 
 
 def timeless(value: Any) -> Any:

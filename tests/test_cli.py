@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.recipes import Recipe, kind_of, open_recipe, recipe_names
@@ -238,8 +239,10 @@ def test_one_damaged_run_does_not_hide_the_others(run, tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"good +core/digits +finished", printed)
-    assert len(re.findall("damaged: ", printed)) == 2
-    assert "run.json has no recipe, tables, folder, machine" in fails(capsys, "report", tmp_path / "empty")
+    assert len(re.findall(" damaged: /", printed)) == 2
+    assert "run.json is damaged: recipe and folder and tables and machine are missing" in fails(
+        capsys, "report", tmp_path / "empty"
+    )
 
 
 def test_no_runs_yet(tmp_path, capsys):
@@ -425,8 +428,10 @@ def test_the_outside_example_trains_resumes_and_reports(tmp_path, monkeypatch):
     assert main(["train", str(recipe), "--budget", "smoke", "--report"]) == 0
     page = (tmp_path / "runs" / "denoise-001" / "report.html").read_text()
     assert "Restored signals" in page
-    assert main(["resume", "runs/denoise-001"]) == 0
-    assert main(["evaluate", "runs/denoise-001"]) == 0
+    trusted = [word for module in ("denoiser", "restoration", "signals") for word in ("--trust", module)]
+    assert main(["resume", "runs/denoise-001", *trusted]) == 0
+    assert main(["evaluate", "runs/denoise-001", *trusted]) == 0
+    assert type(eq.load("runs/denoise-001", trust="denoiser")).__name__ == "Denoiser"
 
 
 def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from equipoise.lab.runs import Run
 from lab_helpers import (
     PATIENCE,
     STEPS,
+    TRUST,
     assert_readable,
     assert_same,
     command,
@@ -46,7 +47,7 @@ def train_two(folder, *changes: str, expect: int = 0, **settings) -> Run:
 
 
 def resume_two(trained: Run, expect: int = 0, **settings) -> str:
-    return run_two(trained.folder.parent.parent, "resume", trained.folder, expect=expect, **settings)
+    return run_two(trained.folder.parent.parent, "resume", trained.folder, *TRUST, expect=expect, **settings)
 
 
 def assert_close(first: Run, second: Run, relative: float) -> None:
@@ -87,7 +88,7 @@ def test_what_is_logged_at_a_step_is_of_the_whole_batch(one, two):
 
 
 def test_two_processes_measure_as_one_does(one, two, tmp_path):
-    words = ("evaluate", two.folder, "--split", "train", "--json", "numbers.json")
+    words = ("evaluate", two.folder, *TRUST, "--split", "train", "--json", "numbers.json")
     run(tmp_path, *words)
     alone = read_json(tmp_path / "numbers.json")
     run_two(tmp_path, *words)
@@ -191,7 +192,7 @@ def test_a_batch_that_is_broken_for_one_process_is_for_both(tmp_path):
 def test_a_run_in_use_is_refused_to_two_processes(tmp_path):
     stopped = train(tmp_path, TEST_SIGNALS="loss 2 SIGTERM", expect=143)
     with stopped.alone():
-        processes = start_two(tmp_path, "resume", stopped.folder)
+        processes = start_two(tmp_path, "resume", stopped.folder, *TRUST)
         codes = [process.wait() for process in processes]
     assert codes == [2, 2], processes[1].text
     assert processes[0].text.startswith(f"equipoise: {stopped.folder} is being trained by another process")
@@ -207,7 +208,7 @@ def test_torchrun_is_asked_to_stop(tmp_path):
         torchrun.send_signal(signal.SIGTERM)
         text, errors = torchrun.communicate(timeout=PATIENCE)
     assert torchrun.returncode, errors
-    assert resume_command(text) == "resume runs/patterns-001"
+    assert resume_command(text) == "resume runs/patterns-001 --trust lab_helpers"
     assert text.count("stopped at step") == 1
     stopped = latest(tmp_path)
     assert checkpoints.read(stopped.last)[1]["progress"]["position"]["step"] == stopped.records()[-1]["step"]

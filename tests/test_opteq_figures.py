@@ -117,7 +117,8 @@ def weights(folder, name):
     model.head.weight.copy_(solution[:, :-1])
     model.head.bias.copy_(solution[:, -1])
     file = folder / f"{name}.safetensors"
-    checkpoints.save(file, checkpoints.model_tensors(model), dict.fromkeys(checkpoints.MODEL_FACTS))
+    facts = {"recipe": name, "folder": "", "tables": {}, "phase": 0, "data": {}}
+    checkpoints.save(file, checkpoints.model_tensors(model), facts)
     return file
 
 

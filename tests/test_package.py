@@ -13,6 +13,7 @@ import equipoise as eq
 ROOT = Path(eq.__file__).parent
 # Rooms from top to bottom; a room imports only from rooms above it (and, within solvers/, from its own floor).
 ROOMS = [
+    "command_start",
     "validation",
     "registry",
     "solution",

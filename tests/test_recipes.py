@@ -879,20 +879,23 @@ def test_names_are_found_beside_the_recipe(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("part", "name", "words"),
     [
-        ("model", "odd_things:number", "model 'odd_things:number' is a int; it must be a torch.nn.Module."),
-        ("task", "odd_things:number", "task 'odd_things:number' is a int; it must be an equipoise.tasks.Task."),
+        ("model", "odd_things:number", "it must be a class derived from torch.nn.modules.module.Module."),
+        ("task", "odd_things:number", "it must be a class derived from equipoise.tasks.base.Task."),
+        ("optimizer", "odd_things:Thing", "it must be a class derived from torch.optim.optimizer.Optimizer."),
+        ("solver", "odd_things:Thing", "it must be a class derived from equipoise.solvers.base.Solver."),
+        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.GradientRule."),
     ],
 )
 def test_things_of_another_kind_are_refused_on_their_line(write, part, name, words):
-    Path("odd_things.py").write_text("def number(): return 3")
+    """Before they are called."""
+    Path("odd_things.py").write_text("def number(): 1 / 0\nclass Thing:\n    def __init__(self): 1 / 0")
     section = f'[{part}]\nname = "{name}"  # <-'
     text = recipe(model=section) if part == "model" else recipe(section)
     source = open_recipe(write(text))
-    with forgetting("odd_things"):
-        read = check(source)
-        with pytest.raises(RecipeError) as error:
-            (build_model if part == "model" else build_task)(read, {}, source.where)
-    assert str(error.value) == marked(text) + words
+    with forgetting("odd_things"), pytest.raises(RecipeError) as error:
+        check(source)
+    assert str(error.value).startswith(f"{marked(text)}{part} {name!r} is <")
+    assert str(error.value).endswith(words)
 
 
 @pytest.mark.parametrize(

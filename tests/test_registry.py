@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise.lab.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, find_outside
+from equipoise.lab.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.data import DATA_SETS
-from equipoise.lab.recipes import Source, Where
+from equipoise.lab.recipes import Where
 from equipoise.lab.reproduce import FIGURES
 from equipoise.models import MODELS, create_model, list_models
-from equipoise.registry import MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
+from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS
 from equipoise.tasks.robustness import ATTACKS
 
@@ -34,6 +34,15 @@ def folder(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+NET = "from torch import nn\nclass Net(nn.Module):\n    __slots__ = ()"
+
+
+def found_by_recipe_in(folder: Path, name: str) -> type:
+    """The model that a recipe in a folder names."""
+    with located(Where("mine.toml", trust=ANYTHING.looking_in(str(folder), ".")), "model"):
+        return MODELS[name]
 
 
 def write(path: Path, text: str) -> Path:
@@ -91,7 +100,7 @@ def test_a_name_like_no_other_gets_no_suggestion():
 
 @pytest.mark.parametrize("name", [3, None, ["path"], {"name": "path"}])
 def test_a_name_that_is_no_text_is_refused(name):
-    with pytest.raises(TypeError, match=r"the name of a part is .*; it must be a text\."):
+    with pytest.raises(TypeError, match=r"the name of a part is .*; it must be a string\."):
         PARTS[name]
 
 
@@ -105,35 +114,32 @@ def test_suggestions_take_the_nearest_of_several():
 
 def test_two_runs_may_each_have_a_module_of_the_same_name(folder):
     for place in ("one", "two"):
-        write(folder / place / "mine_same.py", "from mine_help import which\nclass Net: place = which")
+        write(folder / place / "mine_same.py", f"from mine_help import which\n{NET}\n    place = which")
         write(folder / place / "mine_help.py", f"which = {place!r}")
-        find_outside(Source("mine", {}, Where("mine.toml"), str(folder / place)))
-        assert MODELS["mine_same:Net"].place == place
+        assert found_by_recipe_in(folder / place, "mine_same:Net").place == place
 
 
 def test_a_module_in_the_current_folder_is_found(folder):
-    write(folder / "mine_here.py", "class Net: ...")
+    write(folder / "mine_here.py", NET)
     look_in(".")
     assert MODELS["mine_here:Net"].__module__ == "mine_here"
 
 
 def test_a_module_beside_the_recipe_is_found(folder):
-    write(folder / "elsewhere" / "mine_beside.py", "class Net: ...")
-    find_outside(Source("mine", {}, Where("mine.toml"), str(folder / "elsewhere")))
-    assert MODELS["mine_beside:Net"].__name__ == "Net"
+    write(folder / "elsewhere" / "mine_beside.py", NET)
+    assert found_by_recipe_in(folder / "elsewhere", "mine_beside:Net").__name__ == "Net"
 
 
 def test_the_folder_of_the_recipe_comes_before_the_current_one(folder):
-    write(folder / "elsewhere" / "mine_twice.py", "class Net: place = 'recipe'")
-    write(folder / "mine_twice.py", "class Net: place = 'current'")
-    find_outside(Source("mine", {}, Where("mine.toml"), str(folder / "elsewhere")))
-    assert MODELS["mine_twice:Net"].place == "recipe"
+    write(folder / "elsewhere" / "mine_twice.py", f"{NET}\n    place = 'recipe'")
+    write(folder / "mine_twice.py", f"{NET}\n    place = 'current'")
+    assert found_by_recipe_in(folder / "elsewhere", "mine_twice:Net").place == "recipe"
 
 
 def test_the_current_folder_is_followed(folder, monkeypatch):
     """A notebook changes its folder between two calls."""
     for place in ("first", "second"):
-        write(folder / place / f"mine_{place}.py", "class Net: ...")
+        write(folder / place / f"mine_{place}.py", NET)
         monkeypatch.chdir(folder / place)
         look_in(".")
         assert MODELS[f"mine_{place}:Net"].__name__ == "Net"
@@ -142,7 +148,7 @@ def test_the_current_folder_is_followed(folder, monkeypatch):
 def test_a_module_written_a_moment_ago_is_found(folder):
     """Python remembers what a folder holds, and looks again only once the folder's time stamp has moved on."""
     for name in ("mine_old", "mine_new"):
-        write(folder / f"{name}.py", "class Net: ...")
+        write(folder / f"{name}.py", NET)
         os.utime(folder, (1e9, 1e9))
         look_in(folder)
         assert MODELS[f"{name}:Net"].__name__ == "Net"
@@ -162,7 +168,7 @@ def test_looking_twice_adds_a_folder_once(folder):
 
 def test_a_module_in_a_package_is_found(folder):
     write(folder / "mine_pack" / "__init__.py", "")
-    write(folder / "mine_pack" / "nets.py", "class Net: ...")
+    write(folder / "mine_pack" / "nets.py", NET)
     look_in(folder)
     assert MODELS["mine_pack.nets:Net"].__name__ == "Net"
 

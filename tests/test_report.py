@@ -32,6 +32,7 @@ from equipoise.lab.sweeps import train_recipe
 from equipoise.lab.toml import toml
 from equipoise.lab.train import load_data
 from equipoise.lab.wording import duration, shown
+from equipoise.registry import ANYTHING, NOTHING
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
     pytest.importorskip(package)
@@ -104,6 +105,7 @@ def outside(tmp_path_factory):
         source = open_recipe("core/digits", "smoke", [*small, *changes])
         tables = {**source.tables, "model": {"name": f"reported_nets:{model}"}}
         del tables["tolerance"]  # a model without equilibrium has none
+        source.where.trust = ANYTHING.looking_in(str(folder))
         return train_recipe(dataclasses.replace(source, tables=tables, folder=str(folder)), folder / "runs", MACHINE)
 
     yield train
@@ -115,7 +117,7 @@ def outside(tmp_path_factory):
 def several(outside):
     """The page of two seeds of a model without equilibrium."""
     folder = outside("Plain", "seeds=2")
-    runs = [open_run(folder / f"seed-{seed}") for seed in (0, 1)]
+    runs = [open_run(folder / f"seed-{seed}", trust="reported_nets") for seed in (0, 1)]
     return runs, write_report(runs, MACHINE, out=folder / "both.html")
 
 
@@ -329,14 +331,14 @@ def test_a_run_that_was_never_trained(tmp_path):
 
 
 def test_no_equilibrium_and_not_finished(outside):
-    run = open_run(outside("Plain"))
+    run = open_run(outside("Plain"), trust="reported_nets")
     (run.folder / "result.json").unlink()  # as if it had been stopped just before the end
     with pytest.raises(ValueError, match="solves no equipoise.Equilibrium"):
         figures.convergence([run], MACHINE)
     page = read_page(write_report([run], MACHINE))
     assert page.said("h3") == ["Training", "Pictures of the test split", "How it was made", "Recipe"]
     assert "Training has not ended: 2 of 2 epochs are done" in page.text
-    assert f"equipoise resume {run.folder}" in page.said("code")
+    assert f"equipoise resume {run.folder} --trust reported_nets" in page.said("code")
     assert "solver" not in page.text.partition("How it was made")[0]
     assert "best weights" in page.said("span")
     best = max(record["val"]["accuracy"] for record in run.epochs())
@@ -478,8 +480,8 @@ def test_convergence_draws_every_solver(one):
 
 
 def test_convergence_takes_the_first_equilibrium_that_is_solved(outside):
-    opened = open_trained(open_run(outside("Two")), MACHINE)
-    figure = figures.convergence_of([(opened, load_data(opened.recipe, ()).test)], samples=5)
+    opened = open_trained(open_run(outside("Two"), trust="reported_nets"), MACHINE)
+    figure = figures.convergence_of([(opened, load_data(opened.recipe, (), NOTHING).test)], samples=5)
     assert list(lines(figure))[:3] == ["Picard", "Anderson", "Broyden, as in the run"]  # first.solver
     assert figure.axes[0].get_title().endswith("the first of its 2 equilibria")
     layers = [layer for layer in opened.model.modules() if isinstance(layer, Equilibrium)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from equipoise import command_start  # noqa: F401 (first: it must be there before torch is imported)
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient

@@ -11,12 +11,14 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
+from equipoise.command_start import imports_are_done
 from equipoise.lab.wording import printable, printable_text
-from equipoise.registry import MissingPackage, UnknownOption
+from equipoise.registry import MissingPackage, Trust, UnknownOption, UntrustedName
 
 if TYPE_CHECKING:
     from equipoise.lab.machine import Machine
@@ -70,7 +72,8 @@ def parser() -> Parser:
             metavar=what,
             nargs="?" if default else None,
             default=default,
-            help="see `equipoise recipes`; or a .toml file" + (f" (default: {default})" if default else ""),
+            help="see `equipoise recipes`; or a .toml file, which may name modules of its own and so run any code: use "
+            "only one that you trust" + (f" (default: {default})" if default else ""),
         )
         made.add_argument(
             "changes",
@@ -101,6 +104,16 @@ def parser() -> Parser:
             help="look for data here first; may be given several times",
         )
 
+    def trust_argument(made: Parser) -> None:
+        made.add_argument(
+            "--trust",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="let the files that are opened name code of this module, which importing it runs; without it they run "
+            "none but the package's. May be given several times",
+        )
+
     def machine_arguments(made: Parser, data: bool = True) -> None:
         if data:
             data_argument(made)
@@ -118,6 +131,10 @@ def parser() -> Parser:
         "resume", resume, "Continue a run that was stopped, bit for bit.", "equipoise resume runs/core-mnist-001"
     )
     made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, a sweep, a table or a figure")
+    made.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write a figure's picture (default: the folder)"
+    )
+    trust_argument(made)
     machine_arguments(made)
 
     made = command(
@@ -127,6 +144,7 @@ def parser() -> Parser:
         "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
     )
     made.add_argument("folder", metavar="RUN", type=Path)
+    trust_argument(made)
     made.add_argument(
         "changes",
         metavar="key=value",
@@ -151,6 +169,7 @@ def parser() -> Parser:
         "predict", predict, "Say what a trained run makes of images.", "equipoise predict runs/core-mnist-001 seven.png"
     )
     made.add_argument("folder", metavar="RUN", type=Path)
+    trust_argument(made)
     made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
     made.add_argument("--weights", choices=("best", "last"), default="best")
     made.add_argument("--json", action="store_true", help="print one line of JSON per image")
@@ -163,6 +182,7 @@ def parser() -> Parser:
         "equipoise segment runs/mdeq-camvid-small-001 street.png -o seen.png",
     )
     made.add_argument("folder", metavar="RUN", type=Path)
+    trust_argument(made)
     made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
     made.add_argument(
         "-o",
@@ -189,6 +209,7 @@ def parser() -> Parser:
         "equipoise report runs/core-digits-001 runs/core-digits-002",
     )
     made.add_argument("folders", metavar="RUN", type=Path, nargs="+")
+    trust_argument(made)
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: report.html in the first run's folder)"
     )
@@ -219,6 +240,7 @@ def parser() -> Parser:
         metavar="RUN",
         help="a trained run to draw from, in the order of the figure's recipes",
     )
+    trust_argument(made)
     made.add_argument(
         "--out",
         type=Path,
@@ -259,6 +281,7 @@ def parser() -> Parser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Mistakes of the user get a sentence, not a traceback."""
+    imports_are_done()
     top = parser()
     arguments, rest = top.parse_known_args(words)
     if hasattr(arguments, "changes"):  # argparse takes no more of a list once an option has come between
@@ -275,6 +298,13 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UntrustedName as error:
+        if arguments.traceback:
+            raise
+        typed = list(sys.argv[1:] if words is None else words)
+        again = ["equipoise", *typed, *(word for module in error.modules for word in ("--trust", module))]
+        print(f"equipoise: {error.reason} run: {shlex.join(again)}", file=sys.stderr)
+        return 2
     except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
         if arguments.traceback or is_a_defect(error):
             raise
@@ -379,8 +409,7 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
         work()
     except Stopped as stopped:
         if machine.leads:
-            folder = shlex.quote(str(stopped.folder))
-            print(f"stopped at step {stopped.step} and saved; continue with: equipoise resume {folder}")
+            print(f"stopped at step {stopped.step} and saved; continue with: {shlex.join(stopped.resume)}")
         return 128 + stopped.number
     return 0
 
@@ -392,10 +421,18 @@ def resume(arguments: Any) -> int:
     if (arguments.folder / "result.json").is_file():  # of a run, or of a sweep
         print(f"{printable(arguments.folder)} is finished, so that there is nothing to continue; its result:")
     arguments.threads = arguments.threads or threads_of(arguments.folder)
-    begun: dict[str, Callable[..., object]] = {"reproduce.json": continue_table, "figure.json": continue_figure}
-    go_on = next((begun[name] for name in begun if (arguments.folder / name).exists()), resume_folder)
+    begun: dict[str, Callable[..., object]] = {
+        "reproduce.json": continue_table,
+        "figure.json": partial(continue_figure, out=arguments.out),
+    }
+    found = next((name for name in begun if (arguments.folder / name).exists()), None)
+    if arguments.out is not None and found != "figure.json":
+        raise ValueError(
+            f"--out is where a figure's picture goes, and {arguments.folder} is not the folder of a figure."
+        )
+    go_on, trust = begun[found] if found else resume_folder, Trust.of(arguments.trust)
     with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: go_on(arguments.folder, machine, arguments.data))
+        return to_the_end(machine, lambda: go_on(arguments.folder, machine, arguments.data, trust=trust))
 
 
 # Looking
@@ -409,7 +446,7 @@ def evaluate(arguments: Any) -> int:
         return certify(arguments)
     with machine_of(arguments) as machine:
         found = evaluate_run(
-            open_run(arguments.folder),
+            open_run(arguments),
             machine,
             arguments.data,
             split=arguments.split,
@@ -432,7 +469,7 @@ def certify(arguments: Any) -> int:
 
     if arguments.task:
         raise ValueError("--certify and --task exclude each other: what is certified is classification.")
-    run = open_run(arguments.folder)
+    run = open_run(arguments)
     with machine_of(arguments) as machine:
         found = certify_run(
             run,
@@ -480,7 +517,7 @@ def predict(arguments: Any) -> int:
     with machine_of(arguments) as machine:
         if not machine.leads:
             return code
-        for found in predict_images(open_run(arguments.folder), arguments.images, machine, arguments.weights):
+        for found in predict_images(open_run(arguments), arguments.images, machine, arguments.weights):
             if found.answer is None:
                 code = 2
             elif arguments.json:
@@ -505,7 +542,7 @@ def segment(arguments: Any) -> None:
     with machine_of(arguments) as machine:
         if not machine.leads:
             return
-        run, window = open_run(arguments.folder), arguments.window
+        run, window = open_run(arguments), arguments.window
         for segmented in segment_images(run, arguments.images, machine, arguments.out, arguments.weights, window):
             print(f"written           {printable(segmented.picture)}, {printable(segmented.classes)}")
             if segmented.note:
@@ -518,9 +555,8 @@ def report(arguments: Any) -> None:
     from equipoise.lab.report import write_report
 
     with machine_of(arguments) as machine:
-        path = write_report(
-            [open_run(folder) for folder in run_folders(arguments.folders)], machine, arguments.data, arguments.out
-        )
+        runs = [open_run(arguments, folder) for folder in run_folders(arguments.folders)]
+        path = write_report(runs, machine, arguments.data, arguments.out)
         if machine.leads:
             print(f"report            {printable(path)}")
 
@@ -533,10 +569,10 @@ def run_folders(folders: list[Path]) -> list[Path]:
     return found
 
 
-def open_run(folder: Path) -> Run:
+def open_run(arguments: Any, folder: Path | None = None) -> Run:
     from equipoise.lab import runs as lab_runs
 
-    return lab_runs.open_run(folder)
+    return lab_runs.open_run(folder or arguments.folder, arguments.trust)
 
 
 def reproduce(arguments: Any) -> int:
@@ -566,6 +602,7 @@ def figure(arguments: Any) -> int:
                 machine,
                 arguments.data,
                 arguments.out,
+                Trust.of(arguments.trust),
             ),
         )
 

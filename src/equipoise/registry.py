@@ -1,7 +1,8 @@
 """Named things: a table from names to where they are defined, imported when asked for.
 
 What the package brings and what a user brings are named the same way: an entry of a table is ``"module:Name"``, and so
-is the name of anything outside the package.
+is the name of anything outside the package. Importing a module runs it, so a name that was read from a file that
+somebody else may have written needs the caller's word (:class:`Trust`) before anything is imported.
 """
 
 from __future__ import annotations
@@ -11,8 +12,102 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which modules outside the package names may come from, and where those modules are looked for.
+
+    Args:
+        modules: names of the modules, each exact: "pkg" does not include "pkg.nets". None allows every module.
+        folders: folders to look in, after everything that is installed.
+
+    Example:
+        >>> with trusting(Trust(frozenset({"my_module"}))):
+        ...     MODELS["my_module:MyNet"]
+    """
+
+    modules: frozenset[str] | None = frozenset()
+    folders: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, modules: str | Iterable[str] | Trust) -> Trust:
+        """The trust that a caller states by naming one module or several."""
+        if isinstance(modules, Trust):
+            return modules
+        names = [modules] if isinstance(modules, str) else list(modules)
+        for name in names:
+            if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(
+                    f"trust is {name!r}; it must be the name of a module, such as 'my_module' or 'pkg.nets'."
+                )
+        return cls(frozenset(names))
+
+    def including(self, *modules: str) -> Trust:
+        return self if self.modules is None else replace(self, modules=self.modules | set(modules))
+
+    def looking_in(self, *folders: str) -> Trust:
+        return replace(self, folders=folders)
+
+    def allows(self, module: str) -> bool:
+        return self.modules is None or module in self.modules
+
+    def look(self, module: str) -> None:
+        """Let a module that is allowed be imported from the folders.
+
+        A file that was loaded chooses one of the folders. So only folders that hold a trusted module are opened to
+        imports, and a module that lies in two of them is refused: it must not be the file that decides which one runs.
+        """
+        if self.modules is None:
+            if self.folders:
+                look_in(*self.folders)
+            return
+        importlib.invalidate_caches()  # a module may have been written a moment ago
+        tops = {name.partition(".")[0] for name in self.modules}
+        look_in(*(folder for folder in self.folders if any(spec_in(folder, top) for top in tops)))
+        top = module.partition(".")[0]
+        places = {place for folder in self.folders if (place := spec_in(folder, top))}
+        if len(places) > 1 and top not in sys.modules and spec_in(None, top) in places:
+            raise UnknownName(
+                f"there are two modules {top!r}, {' and '.join(sorted(places))}: remove or rename the one that is not "
+                "meant."
+            )
+
+    def place(self, module: str) -> str:
+        """The file that a module would be imported from, found without importing it; empty if there is none."""
+        top = module.partition(".")[0]
+        return next((spec for folder in (None, *self.folders) if (spec := spec_in(folder, top))), "")
+
+
+ANYTHING = Trust(None)  # what a user types, in Python, on the command line or in a recipe, is the user's own word
+NOTHING = Trust()
+_trust: ContextVar[Trust] = ContextVar("trust", default=ANYTHING)
+
+
+@contextmanager
+def trusting(trust: Trust) -> Iterator[None]:
+    """Look names up under this trust, also those that a constructor looks up inside the block."""
+    before = _trust.set(trust)
+    try:
+        yield
+    finally:
+        _trust.reset(before)
+
+
+def spec_in(folder: str | None, module: str) -> str:
+    """Where a top-level module is in a folder, or for None on Python's path; empty if it is not there."""
+    if not module.isidentifier():
+        return ""
+    spec = PathFinder.find_spec(module, None if folder is None else [str(Path(folder).resolve())])
+    if spec is None:
+        return ""
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 class Registry:
@@ -21,6 +116,8 @@ class Registry:
     Args:
         kind: what they are, for sentences: "model", "solver".
         entries: name -> "module:Name"; a module is imported only when one of its names is asked for.
+        base: class that a thing from outside the package must derive from. None where functions are asked for.
+        functions: whether a thing may also be a function (that returns a ``base``, if there is one).
 
     Example:
         >>> solvers = Registry("solver", {"picard": "equipoise.solvers:Picard"})
@@ -28,37 +125,96 @@ class Registry:
         <class 'equipoise.solvers.picard.Picard'>
     """
 
-    def __init__(self, kind: str, entries: dict[str, str]):
+    def __init__(self, kind: str, entries: dict[str, str], base: type | None = None, functions: bool = False):
         self.kind = kind
         self.entries = dict(entries)
+        self.base = base
+        self.functions = functions or base is None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
     def __getitem__(self, name: str) -> Any:
-        """What the name stands for; ``"my_module:MyName"`` is taken from outside the package."""
+        """What the name stands for; ``"my_module:MyName"`` is taken from outside the package, if it is trusted."""
         if not isinstance(name, str):
-            raise TypeError(f"the name of a {self.kind} is {name!r}; it must be a text.")
-        try:
-            if name in self.entries or ":" in name:
-                return outside(self.entries.get(name, name), self.kind, name)
-        except MissingPackage as error:
-            if name in self.entries:
+            raise TypeError(f"the name of a {self.kind} is {name!r}; it must be a string.")
+        if name in self.entries:
+            try:
+                return imported(self.entries[name], self.kind, name)
+            except MissingPackage as error:
                 error.msg += " pip install 'equipoise[lab]' brings it."
-            raise
-        raise UnknownName(unknown(self.kind, name, self.entries) + f" Your own: {self.kind} = 'my_module:MyName'.")
+                raise
+        if ":" not in name:
+            raise UnknownName(unknown(self.kind, name, self.entries) + f" Your own: {self.kind} = 'my_module:MyName'.")
+        trust, module = _trust.get(), name.partition(":")[0]
+        if not trust.allows(module):
+            raise UntrustedName([(self.kind, name)], trust)
+        trust.look(module)
+        found = imported(name, self.kind, name)
+        self.check(found, name, trust)
+        return found
+
+    def check(self, found: Any, name: str, trust: Trust) -> None:
+        """Refuse a thing from outside the package that is of another kind, before it is called.
+
+        A module that is trusted may itself have imported anything, ``os.system`` too. So a function named in a file
+        that was loaded must be defined in a trusted module, and say by its annotation that it returns what is needed.
+        """
+        if self.base is not None and isinstance(found, type) and issubclass(found, self.base):
+            return
+        named = f"{self.base.__module__}.{self.base.__qualname__}" if self.base else ""
+        if not self.functions:
+            raise WrongKind(f"{self.kind} {name!r} is {found!r}; it must be a class derived from {named}.")
+        if trust.modules is None and callable(found):
+            return
+        if not inspect.isfunction(found) or not trust.allows(found.__module__):
+            raise WrongKind(
+                f"{self.kind} {name!r} is {found!r}; it must be a function defined in a module that is trusted."
+            )
+        returns = inspect.get_annotations(found).get("return")
+        if self.base and not (
+            returns is self.base or str(returns).rpartition(".")[2].strip("'\"") == self.base.__name__
+        ):
+            raise WrongKind(
+                f"{self.kind} {name!r} does not say that it returns a {self.base.__name__}, as a function named in a "
+                f"file must: def {found.__name__}(...) -> {self.base.__name__}."
+            )
 
 
 class UnknownName(LookupError):
     """A name that stands for nothing."""
 
 
+class WrongKind(UnknownName):
+    """A name that stands for something else than what is asked for."""
+
+
+class UntrustedName(ValueError):
+    """A file that was loaded names code from outside the package, and the caller has not said to trust it.
+
+    ``modules`` are those to trust; ``reason`` is the sentence without the remedy, which differs between Python and
+    the command line.
+    """
+
+    def __init__(self, names: Iterable[tuple[str, str]], trust: Trust, file: str = ""):
+        self.names, self.trust = list(dict.fromkeys(names)), trust
+        self.modules = list(dict.fromkeys(name.partition(":")[0] for _, name in self.names))
+        named = ", ".join(f"{kind} {name!r}" for kind, name in self.names)
+        places = ", ".join(f"{module} ({trust.place(module) or 'not found here'})" for module in self.modules)
+        self.reason = (
+            f"{file or 'a file that was loaded'} names code from outside the package: {named}. Nothing was imported. "
+            f"If you trust {places}, which may do anything when imported,"
+        )
+        words = repr(self.modules[0]) if len(self.modules) == 1 else repr(tuple(self.modules))
+        super().__init__(f"{self.reason} say so: trust={words}.")
+
+
 class MissingPackage(ImportError):
     """A package that the command needs is not installed."""
 
 
-def outside(name: str, kind: str, shown: str) -> Any:
-    """The attribute ``Name`` of module ``module`` for a text ``"module:Name"``."""
+def imported(name: str, kind: str, shown: str) -> Any:
+    """The attribute ``Name`` of module ``module`` for a string ``"module:Name"``."""
     module_name, _, attribute = name.partition(":")
     missing = UnknownName(
         f"{kind} {shown!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "

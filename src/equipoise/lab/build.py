@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium
+from equipoise.gradients import GradientRule
 from equipoise.lab.data import DATA_SETS, FACTS
 from equipoise.lab.recipes import Named, Recipe, RecipeError, Source, Where
 from equipoise.models import MODELS
-from equipoise.registry import Registry, UnknownName, UnknownOption, call, check_options, look_in, parameters
+from equipoise.registry import (
+    Registry,
+    UnknownName,
+    UnknownOption,
+    UntrustedName,
+    call,
+    check_options,
+    parameters,
+    trusting,
+)
+from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance
 
@@ -33,10 +44,12 @@ SOLVERS = Registry(
         "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
         "douglas-rachford": "equipoise.solvers:DouglasRachford",
     },
+    Solver,
 )
 BACKWARD_SOLVERS = Registry(  # the backward problem is linear
     "solver",
     {**SOLVERS.entries, "gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"},
+    Solver,
 )
 GRADIENTS = Registry(
     "gradient",
@@ -45,6 +58,7 @@ GRADIENTS = Registry(
         "phantom": "equipoise.gradients:PhantomGradient",
         "unrolled": "equipoise.gradients:UnrolledGradient",
     },
+    GradientRule,
 )
 OPTIMIZERS = Registry(
     "optimizer",
@@ -56,6 +70,7 @@ OPTIMIZERS = Registry(
         "rmsprop": "torch.optim:RMSprop",
         "adagrad": "torch.optim:Adagrad",
     },
+    Optimizer,
 )
 SCHEDULES = Registry(
     "schedule",
@@ -65,22 +80,37 @@ SCHEDULES = Registry(
         "cosine": "equipoise.lab.schedules:cosine",
         "one-cycle": "equipoise.lab.schedules:one_cycle",
     },
+    LRScheduler,
+    functions=True,
 )
+MODEL_SECTIONS = ("model", "solver", "gradient")  # of a recipe: what its model is built from
+USE_SECTIONS = (*MODEL_SECTIONS, "task", "data")  # and what it is measured with
+NAMED_SECTIONS = (*USE_SECTIONS, "optimizer", "schedule")
 
 
 @contextmanager
 def located(where: Where, *path: str) -> Iterator[None]:
-    """Say in which line of the recipe the mistake is that shows while a section's thing is made."""
+    """Make a section's thing: its names are looked up under the recipe's trust, its mistakes named with their line."""
     try:
-        yield
+        with trusting(where.trust):
+            yield
     except RecipeError:  # located already
         raise
+    except UntrustedName as error:
+        raise UntrustedName(error.names, error.trust, where.name) from None
     except UnknownOption as error:
         raise where.error((*path, error.option), str(error)) from None
     except UnknownName as error:
         raise where.error((*path, "name"), str(error)) from None
     except (TypeError, ValueError) as error:
         raise where.error(path, f"{'.'.join(path)}: {error}") from error
+    except Exception as error:
+        # In a recipe of the user's own it is a defect of the user's code, best seen as it is. In a file that was loaded
+        # it may be anything; sentences of what cannot be found or imported stay as they are.
+        found = isinstance(error, LookupError | ImportError) and not isinstance(error, KeyError | IndexError)
+        if where.trust.modules is None or found:
+            raise
+        raise where.error(path, f"{'.'.join(path)}: {error or type(error).__name__}") from error
 
 
 def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, *path: str) -> Any:
@@ -89,18 +119,51 @@ def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, 
         return call(registry[named.name], named.options, facts, f"{registry.kind} {named.name!r}")
 
 
-def find_outside(source: Source) -> None:
-    """Let names such as "my_module:MyNet" be found beside the recipe, and in the current folder."""
-    look_in(*([source.folder] if source.folder else []), ".")
+def outside_names(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> list[tuple[str, str]]:
+    """The names from outside the package in some sections of a recipe and its phases, each with its section."""
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(name := value.get("name"), str) and ":" in name:
+                yield name
+            for entry in value.values():
+                yield from names(entry)
+
+    phases = source.tables.get("phases")
+    tables = [
+        source.tables,
+        *(phase for phase in (phases if isinstance(phases, list) else []) if isinstance(phase, dict)),
+    ]
+    found = [(section, name) for table in tables for section in sections for name in names(table.get(section))]
+    return list(dict.fromkeys(found))
+
+
+def require_trust(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> None:
+    """Refuse a recipe that names code which is not trusted: all of it at once, so that one more try is enough.
+
+    That nothing else is imported does not rest on this: every name is checked again where it is looked up.
+    """
+    trust = source.where.trust
+    untrusted = [
+        (section, name) for section, name in outside_names(source, sections) if not trust.allows(module_of(name))
+    ]
+    if untrusted:
+        raise UntrustedName(untrusted, trust, source.where.name)
+
+
+def trust_words(*sources: Source) -> list[str]:
+    """What to write on the command line to open runs of these recipes."""
+    modules = dict.fromkeys(module_of(name) for source in sources for _, name in outside_names(source))
+    return [word for module in modules for word in ("--trust", module)]
+
+
+def module_of(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Module:
     """The model, every Equilibrium in it solved as the recipe says."""
-    model = make(MODELS, recipe.model, facts, where, "model")
-    if not isinstance(model, nn.Module):
-        raise where.error(
-            ("model", "name"), f"model {recipe.model.name!r} is a {type(model).__name__}; it must be a torch.nn.Module."
-        )
+    model: nn.Module = make(MODELS, recipe.model, facts, where, "model")
     settings = equilibrium_settings(recipe, where)
     layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
     if settings and not layers:
@@ -141,13 +204,8 @@ def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
 
 
 def build_task(recipe: Recipe, facts: dict[str, Any], where: Where) -> Task:
-    """The task of the recipe, which must be a Task."""
-    task = make(TASKS, recipe.task, facts, where, "task")
-    if not isinstance(task, Task):
-        raise where.error(
-            ("task", "name"),
-            f"task {recipe.task.name!r} is a {type(task).__name__}; it must be an equipoise.tasks.Task.",
-        )
+    """The task of the recipe."""
+    task: Task = make(TASKS, recipe.task, facts, where, "task")
     if not hasattr(task, "best_metric"):
         raise where.error(("task", "name"), f"task {recipe.task.name!r} does not say its best_metric.")
     return task
@@ -165,7 +223,7 @@ def build_schedule(recipe: Recipe, optimizer: Optimizer, epochs: int, steps: int
 
 def check(source: Source) -> Recipe:
     """Read a recipe and build all that needs no data, so that mistakes show before anything is loaded."""
-    find_outside(source)
+    require_trust(source)
     recipe: Recipe = source.read(Recipe)
     limits(recipe, source.where)
     with located(source.where, "data"):

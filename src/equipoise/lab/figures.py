@@ -20,7 +20,7 @@ from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
 from equipoise.lab.solves import DECADES, DIRECTIONS, PER_DECADE
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
 from equipoise.solution import Statistics
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
 from equipoise.tasks import Sums
@@ -175,9 +175,7 @@ def convergence(
         max_steps: at most.
     """
     opened = [open_trained(run, machine) for run in runs]
-    splits = [
-        load_data(trained.recipe, run.data_folders(folders)).test for run, trained in zip(runs, opened, strict=True)
-    ]
+    splits = [data_of(run, trained.recipe, folders).test for run, trained in zip(runs, opened, strict=True)]
     return convergence_of(list(zip(opened, splits, strict=True)), samples, relative, max_steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,28 @@ import torch
 from torch import nn
 
 from equipoise.lab import checkpoints
-from equipoise.lab.build import build_model, find_outside
-from equipoise.lab.recipes import Source, Where
+from equipoise.lab.build import MODEL_SECTIONS, build_model, require_trust
+from equipoise.lab.recipes import Recipe, saved_source
 from equipoise.lab.runs import Run, RunError, open_run
+from equipoise.registry import Trust
 
 
-def load(path: str | Path, weights: str = "best", device: str | torch.device = "cpu") -> nn.Module:
+def load(
+    path: str | Path,
+    weights: str = "best",
+    device: str | torch.device = "cpu",
+    trust: str | Sequence[str] = (),
+) -> nn.Module:
     """The trained model of a run, or of one checkpoint file, ready to evaluate.
+
+    Loading runs no code that the file chooses: a model from outside the package is refused unless it is trusted.
 
     Args:
         path: a run's folder, or a ``.safetensors`` file that a run wrote.
         weights: of a run: "best" by the validation metric (the last where there is no validation split), or "last".
         device: where to put it.
+        trust: name of a module outside the package that the file may take its model from, or several names. Importing
+            a module runs it, so name only modules that you know.
 
     Returns:
         The model in evaluation mode; for images it takes numbers in [0, 1], (batch, channels, height, width).
@@ -30,20 +41,33 @@ def load(path: str | Path, weights: str = "best", device: str | torch.device = "
         >>> logits = model(images)
     """
     path = Path(path)
-    file = path if path.suffix == ".safetensors" else weights_file(open_run(path), weights)
-    return open_checkpoint(file)[0].to(device).eval()
+    if path.suffix == ".safetensors":
+        return open_checkpoint(path, Trust.of(trust))[0].to(device).eval()
+    return open_weights(open_run(path, trust), weights)[0].to(device).eval()
 
 
-def open_checkpoint(file: Path) -> tuple[nn.Module, dict[str, Any]]:
+def open_weights(run: Run, weights: str = "best") -> tuple[nn.Module, dict[str, Any], Path]:
+    """The model of a run, the facts that are saved with it, and its file."""
+    file = weights_file(run, weights)
+    model, facts = open_checkpoint(file, run.trust)
+    checkpoints.require_same_recipe(file, facts, run.facts["tables"], run.folder / "run.json")
+    return model, facts, file
+
+
+def open_checkpoint(file: Path, trust: Trust) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint, and the facts that are saved with it."""
     tensors, facts = checkpoints.read(file)
-    source = Source(facts["recipe"], facts["tables"], Where(str(file)), facts["folder"])
-    find_outside(source)
+    source = saved_source(facts, file, trust)
+    require_trust(source, MODEL_SECTIONS)
+    phases = len(source.read(Recipe).phases)
+    if not 0 <= facts["phase"] < phases:
+        raise checkpoints.CheckpointError(f"{file} is damaged: it is of phase {facts['phase']} of {phases}.")
     recipe = source.phase(facts["phase"])
-    model = build_model(recipe, data_facts(facts["data"]), source.where)
-    if recipe.training.precision == "float64":
-        model = model.double()
-    checkpoints.load_model(model, tensors, file)
+    with checkpoints.fitting(file):
+        model = build_model(recipe, data_facts(facts["data"]), source.where)
+        if recipe.training.precision == "float64":
+            model = model.double()
+        checkpoints.load_model(model, tensors, file)
     return model, facts
 
 

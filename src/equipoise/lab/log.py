@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from typing import Any
 
-from equipoise.lab.files import finite
+from equipoise.lab.files import WriteError, finite
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
 
@@ -31,7 +33,7 @@ class Log:
         if self.machine.leads:
             from tqdm import tqdm
 
-            self.file = self.run.log.open("a", encoding="utf-8")
+            self.file = self.run.log.open("ab", buffering=0)
             self.board = tensorboard(self.run, self.step)
             shown = sys.stderr.isatty()
             self.bar = tqdm(
@@ -53,8 +55,14 @@ class Log:
         """One line of the log, and its numbers in TensorBoard."""
         if self.file is None:
             return
-        self.file.write(json.dumps(finite(record), allow_nan=False) + "\n")
-        self.file.flush()
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        end = self.file.seek(0, os.SEEK_END)
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.file.truncate(end)  # a line is written whole or not at all
+            raise WriteError(f"{self.run.log} could not be written: {error.strerror}.") from error
         if self.board is not None:
             for name, value in numbers(record, ""):
                 self.board.add_scalar(name, value, record["step"])

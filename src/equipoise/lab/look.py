@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from equipoise.lab.build import trust_words
 from equipoise.lab.data import DataSet
 from equipoise.lab.evaluate import Evaluation, evaluate, parameter_count
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Recipe
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
+from equipoise.registry import UntrustedName
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Look:
 
     @property
     def command_name(self) -> str:
-        return shlex.quote(str(self.run.folder))
+        """The run as it is named on a command line, with what has to be trusted to open it."""
+        return shlex.join([str(self.run.folder), *trust_words(self.run.source)])
 
 
 def look(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> Look:
@@ -110,11 +113,13 @@ def look(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> Loo
         return dataclasses.replace(known, missing=missing)
     try:
         trained = open_trained(run, machine)
+    except UntrustedName:
+        raise  # the remedy is a word on the command line, not in the page
     except (ValueError, LookupError, OSError, ImportError) as error:
         text = f"The model could not be opened, so that nothing was measured: {error}"
         return dataclasses.replace(known, missing=[*missing, Notice(text)])
     try:
-        data = load_data(trained.recipe, run.data_folders(folders))
+        data = data_of(run, trained.recipe, folders)
     except (ValueError, LookupError, OSError, ImportError) as error:
         text = f"The test split could not be measured, so that its pictures are missing: {error} Then, again:"
         again = Notice(text, f"equipoise report {known.command_name}")

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.build import build_task
+from equipoise.lab import checkpoints
+from equipoise.lab.build import MODEL_SECTIONS, USE_SECTIONS, build_task, module_of, require_trust
 from equipoise.lab.data import DataSet
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.data.decoding import MODES, fitted, opened, pixels, reading_image, upright_size
 from equipoise.lab.data.limits import LIMITS, read_file
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, quiet_failures
-from equipoise.lab.loading import data_facts, open_checkpoint, weights_file
+from equipoise.lab.loading import data_facts, open_weights
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Named, Recipe, RecipeError, Where, parse_override
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
 from equipoise.lab.wording import printable
 from equipoise.tasks import Task
 
@@ -40,26 +41,39 @@ class Trained:
 
 
 def open_trained(
-    run: Run, machine: Machine, weights: str = "best", task: str | None = None, changes: Sequence[str] = ()
+    run: Run,
+    machine: Machine,
+    weights: str = "best",
+    task: str | None = None,
+    changes: Sequence[str] = (),
+    sections: Sequence[str] = USE_SECTIONS,
 ) -> Trained:
     """A run's model and task; the task may be another one, with other options.
 
     Args:
         task: the name of another task; None is the run's own.
         changes: options of the task as ``"key=value"``.
+        sections: sections of the run's recipe that will be used, so that all code they name is trusted, or refused, at
+            once.
     """
-    file = weights_file(run, weights)
-    model, saved = open_checkpoint(file)
-    recipe = run.source.phase(saved["phase"])
-    where = Where("command line")
-    options = dict(parse_override(text) for text in changes)
+    source, options = run.source, dict(parse_override(text) for text in changes)
+    require_trust(source, [section for section in sections if section != "task" or task is None])
+    model, saved, file = open_weights(run, weights)
+    recipe = source.phase(saved["phase"])
     if task is not None and task != recipe.task.name:
         recipe = replace(recipe, task=Named(task, options))
     else:
         recipe = replace(recipe, task=Named(recipe.task.name, {**recipe.task.options, **options}))
     facts = data_facts(saved["data"])
     setting = Setting(recipe.training, machine)
-    return Trained(setting.place(model).eval(), build_task(recipe, facts, where), recipe, facts, setting, file)
+    typed = [value for value in (task, *options.values()) if value is not None]  # the caller's own words
+    where = Where(
+        "command line" if typed else source.where.name,
+        trust=source.where.trust.including(*(module_of(value) for value in typed if isinstance(value, str))),
+    )
+    with checkpoints.fitting(file):
+        made = build_task(recipe, facts, where)
+    return Trained(setting.place(model).eval(), made, recipe, facts, setting, file)
 
 
 def evaluate_run(
@@ -82,7 +96,7 @@ def evaluate_run(
 
 def samples_of(run: Run, trained: Trained, folders: Sequence[Path], split: str, limit: int | None) -> Split:
     """A split of the data that a run was trained on, or so many of its samples, spread over it evenly."""
-    data: DataSet = load_data(trained.recipe, run.data_folders(folders))
+    data: DataSet = data_of(run, trained.recipe, folders)
     samples = getattr(data, split)
     if samples is None:
         raise ValueError(f"{data.name} has no split {split!r} in this run: it was trained with data.validation = 0.")
@@ -113,7 +127,7 @@ def predict_images(run: Run, images: Sequence[Path], machine: Machine, weights: 
 
     A file that cannot be read gets no answer, only a note why: the others are answered all the same.
     """
-    trained = open_trained(run, machine, weights)
+    trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))
     shape = trained.facts["shape"]
     if len(shape) != 3 or shape[0] not in MODES:
         raise RecipeError(

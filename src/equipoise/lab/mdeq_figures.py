@@ -39,7 +39,7 @@ from equipoise.lab.loading import start_from
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
 from equipoise.models.mdeq import MultiscaleCell
 from equipoise.solvers import Broyden, Picard, Progress, Solver
 from equipoise.tolerance import Tolerance, relative_residual, row_distances, row_norms
@@ -97,7 +97,7 @@ def convergence_of(
     """How both solvers do on the model that training began with and on the one that it ended with."""
     trained = open_trained(run, machine)
     solvers = {"Broyden": broyden_of(run, trained), "plain iteration": Picard()}
-    splits = random_batches(load_data(trained.recipe, run.data_folders(folders)).test, batches, batch_size)
+    splits = random_batches(data_of(run, trained.recipe, folders).test, batches, batch_size)
     curves: Curves = {}
     for weights, model in (("at initialisation", untrained(run, trained)), ("trained", trained)):
         for name, solver in solvers.items():
@@ -149,7 +149,7 @@ def scales(
         )
     found = []
     for run, trained in zip(runs, opened, strict=True):
-        splits = random_batches(load_data(trained.recipe, run.data_folders(folders)).test, batches, batch_size)
+        splits = random_batches(data_of(run, trained.recipe, folders).test, batches, batch_size)
         solver = broyden_of(run, trained)
         curves = residuals(trained, splits, solver, evaluations)
         del curves[WHOLE]

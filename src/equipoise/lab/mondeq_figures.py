@@ -41,7 +41,7 @@ from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
 from equipoise.lab.solves import DIRECTIONS
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
 from equipoise.layout import leaves, rebuild
 from equipoise.operators import MonotoneProblem
 from equipoise.solvers import ForwardBackward, PeacemanRachford
@@ -172,11 +172,11 @@ def iterations_of(run: Run, machine: Machine, folders: Sequence[Path], samples: 
     if not kept:
         raise ValueError(f"{run.folder} has no weights of its epochs: train it with training.keep_every=1.")
     trained = open_trained(run, machine)
-    split = some(load_data(trained.recipe, run.data_folders(folders)).train, samples)
+    split = some(data_of(run, trained.recipe, folders).train, samples)
     (batch,) = prepared(split, trained.task, trained.setting, len(split))()
     epochs = []
     for epoch, file in kept:
-        model = trained.setting.place(open_checkpoint(file)[0])
+        model = trained.setting.place(open_checkpoint(file, run.trust)[0])
         epochs.append({"epoch": epoch, **steps_by_alpha(replace(trained, model=model, file=file), batch)})
     summary = {
         direction: {
@@ -316,7 +316,7 @@ def convergence_of(
 ) -> dict[str, Any]:
     """How both methods converge on a trained model, and up to which alpha forward-backward is sure to."""
     trained = open_trained(run, machine)
-    split = some(load_data(trained.recipe, run.data_folders(folders)).test, samples)
+    split = some(data_of(run, trained.recipe, folders).test, samples)
     with quiet_failures(), trained.setting.autocast():
         layer, inputs, z0 = first_solve(trained, [monotone_layer(trained)], split)
         operator: Any = monotone_layer(trained).f.operator

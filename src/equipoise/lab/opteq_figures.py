@@ -44,7 +44,7 @@ from equipoise.lab.loader import seed_everything
 from equipoise.lab.looking import Trained, open_trained
 from equipoise.lab.machine import Machine
 from equipoise.lab.runs import Run
-from equipoise.lab.train import load_data
+from equipoise.lab.train import data_of
 from equipoise.models.branches import Branches
 from equipoise.models.modes import exact_gradients
 from equipoise.models.opteq import BranchModel
@@ -393,7 +393,7 @@ def augmented_of(run: Run, folders: Sequence[Path]) -> dict[str, Any]:
     if accuracy is None:
         raise ValueError(f"{run.folder} has no test accuracy: is it trained to the end? equipoise resume {run.folder}.")
     recipe = run.recipe
-    data = load_data(recipe, run.data_folders(folders))
+    data = data_of(run, recipe, folders)
     return {
         **about(run),
         "task": recipe.task.name,
@@ -567,7 +567,7 @@ def random_batches(
     run: Run, trained: Trained, folders: Sequence[Path], samples: int, batch_size: int | None = None
 ) -> Iterator[Batch]:
     """So many samples of a run's test split, prepared: the same random ones every time."""
-    test = load_data(trained.recipe, run.data_folders(folders)).test
+    test = data_of(run, trained.recipe, folders).test
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
     size = batch_size or trained.recipe.training.evaluation_batch_size
     return prepared(Subset(test, order[:samples]), trained.task, trained.setting, size)()

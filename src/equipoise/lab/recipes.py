@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from equipoise.registry import unknown
+from equipoise.registry import ANYTHING, NOTHING, Trust, unknown
 from equipoise.tolerance import Tolerance
 
 
@@ -164,11 +164,12 @@ class FigureSpec:
 
 
 class Where:
-    """Where each key was written: a line of the file, or the command line."""
+    """Where each key was written, a line of the file or the command line; and which code it may therefore name."""
 
-    def __init__(self, name: str, text: str = ""):
+    def __init__(self, name: str, text: str = "", trust: Trust = NOTHING):
         self.name = name
         self.text = text
+        self.trust = trust
         self.places: dict[tuple[str, ...], str] = {}
         self.phase: tuple[int, dict[str, Any]] | None = None
 
@@ -389,7 +390,7 @@ class Source:
         tables = {**self.tables}
         for section, changes in self.tables["phases"][number].items():
             if isinstance(changes, dict):
-                before = tables.get(section, {})
+                before = tables.get(section) or {}
                 same = "name" not in changes or changes["name"] == before.get("name")
                 tables[section] = {**before, **changes} if same else changes  # options belong to the thing named
         return read(Recipe, tables, (), self.where_in(number))
@@ -399,13 +400,25 @@ class Source:
         return self.where.in_phase(number, self.tables["phases"][number])
 
 
-def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...] | list[str] = ()) -> Source:
+def saved_source(saved: dict[str, Any], file: Path, trust: Trust) -> Source:
+    """The recipe in a file that a run has written: ``saved`` has its name, its tables and the folder of its file."""
+    where = Where(str(file), trust=trust.looking_in(".", *([saved["folder"]] if saved["folder"] else [])))
+    return Source(saved["recipe"], saved["tables"], where, saved["folder"])
+
+
+SAVED = {"recipe": str, "folder": str, "tables": dict}  # the shape of what saved_source reads
+
+
+def open_recipe(
+    name: str, budget: str | None = None, overrides: tuple[str, ...] | list[str] = (), trust: Trust = ANYTHING
+) -> Source:
     """A recipe of the package by name (``"core/digits"``), or a file of your own (``"mine.toml"``), with changes.
 
     Args:
         name: see ``equipoise recipes``; a name that ends in .toml is a file.
         budget: "smoke", "small" or another budget of the recipe; "paper" or None is the recipe as written.
-        overrides: texts ``"key=value"``.
+        overrides: changes, each ``"key=value"``.
+        trust: modules outside the package that it may name. All of them, unless it is a file that named this one.
 
     Example:
         >>> open_recipe("core/digits", "smoke", ["optimizer.lr=0.01"]).read(Recipe)
@@ -422,12 +435,15 @@ def open_recipe(name: str, budget: str | None = None, overrides: tuple[str, ...]
         if name not in (known := recipe_names()):
             raise RecipeError(unknown("recipe", name, known) + " A file of your own: its path, ending in .toml.")
         text, shown, folder = (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"recipe {name}", ""
-    where = Where(shown, text)
+    places = [folder, "."] if trust.modules is None else [".", folder]  # a file must not outdo the current folder
+    where = Where(shown, text, trust.looking_in(*filter(None, places)))
     try:
         tables = tomllib.loads(text)
         source = Source(path.stem if folder else name, tables, where, folder)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{shown}: {error}.") from None
+    except RecursionError:
+        raise RecipeError(f"{shown}: tables or lists are nested too deeply.") from None
     if budget not in (None, "paper"):
         budgets = read(dict[str, dict[str, Any]], tables.get("budget", {}), ("budget",), where)
         if budget not in budgets:

@@ -19,6 +19,7 @@ import torch
 import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab import figures
+from equipoise.lab.build import MODEL_SECTIONS, module_of, outside_names
 from equipoise.lab.evaluate import prepared, quiet_failures
 from equipoise.lab.files import write_text
 from equipoise.lab.look import Look, Notice, look
@@ -178,8 +179,9 @@ def failures(entry: Look) -> Iterator[Notice]:
     """Which solves of the test split failed, why, and what helps."""
     for direction, numbers in entry.test.get("solver", {}).items():
         if numbers["failed"] > WORTH_TELLING:
-            counts = {Result[name]: count for name, count in numbers["results"].items() if name != "CONVERGED"}
-            reasons = " ".join(f"{count:,} {result.name}: {result.message}" for result, count in counts.items())
+            known = {result.name: result.message for result in Result}
+            counts = {name: count for name, count in numbers["results"].items() if name != "CONVERGED"}
+            reasons = " ".join(f"{count:,} {name}: {known.get(name, '')}" for name, count in counts.items())
             total = f"{sum(counts.values()):,} of {numbers['samples']:,}"
             yield Notice(f"{total} {direction} solves of the test split failed. {reasons}")
 
@@ -228,14 +230,17 @@ def task_pictures(entry: Look) -> Iterator[tuple[str, Figure]]:
 def commands(entry: Look) -> Iterator[tuple[str, str]]:
     """How the run came about, and how to have it again."""
     name = entry.command_name
-    yield "This run was started by", entry.facts["command"]
+    if "command" in entry.facts:
+        yield "This run was started by", entry.facts["command"]
     beside = f" in {entry.facts['folder']}, where its modules are" if entry.facts["folder"] else ""
     yield f"To train the same again, save the recipe below as again.toml{beside}, and", "equipoise train again.toml"
     if entry.result is None:
         yield "To continue, bit for bit", f"equipoise resume {name}"
     if entry.trained is not None:
         yield "To measure it again", f"equipoise evaluate {name}"
-        yield "To use the model in Python", f"model = equipoise.load({str(entry.run.folder)!r})"
+        modules = tuple(dict.fromkeys(module_of(n) for _, n in outside_names(entry.run.source, MODEL_SECTIONS)))
+        trust = f", trust={(modules[0] if len(modules) == 1 else modules)!r}" if modules else ""
+        yield "To use the model in Python", f"model = equipoise.load({str(entry.run.folder)!r}{trust})"
 
 
 def pictures(drawn: Iterable[tuple[str, Figure]], of: str) -> list[Picture]:
@@ -331,7 +336,7 @@ def solver_table(entry: Look) -> Table | None:
 
 def provenance(facts: dict[str, Any]) -> Table:
     """When, with what and on what."""
-    rows = {"started": facts["started"], **facts["versions"], **facts["machine"]}
+    rows = {"started": facts.get("started", ""), **facts.get("versions", {}), **facts["machine"]}
     return Table(("what", "value"), [(name, str(value)) for name, value in rows.items()])
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from equipoise.lab.build import check, find_outside
+from equipoise.lab.build import check, module_of, trust_words
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.listing import found as found_in
@@ -31,7 +31,18 @@ from equipoise.lab.recipes import (
 )
 from equipoise.lab.runs import Run, new_folder, open_run
 from equipoise.lab.sweeps import Stopped, resume_folder, summarize, train_recipe
-from equipoise.registry import Registry, call, check_options, parameters
+from equipoise.registry import (
+    ANYTHING,
+    NOTHING,
+    Registry,
+    Trust,
+    UnknownName,
+    UntrustedName,
+    call,
+    check_options,
+    parameters,
+    trusting,
+)
 
 FIGURES = Registry(
     "figure",
@@ -49,6 +60,7 @@ FIGURES = Registry(
         "opteq-diversity": "equipoise.lab.opteq_figures:diversity",
         "opteq-solvers": "equipoise.lab.opteq_figures:solvers",
     },
+    functions=True,
 )
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # what a function that draws a figure may ask for
 
@@ -64,7 +76,10 @@ def reproduce_table(
     if machine.leads:
         write_json(folder / "reproduce.json", asked_for(name, source, budget, changes, folders))
     machine.wait()
-    return continue_table(folder, machine)
+    return continue_table(folder, machine, trust=ANYTHING)
+
+
+ASKED = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}  # what asked_for gives
 
 
 def asked_for(
@@ -79,14 +94,19 @@ def asked_for(
     }
 
 
-def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
-    """Take a table from wherever it stands to its end: rows that are done are not trained again."""
-    asked = read_json(folder / "reproduce.json")
+def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING) -> Path:
+    """Take a table from wherever it stands to its end: rows that are done are not trained again.
+
+    Args:
+        trust: modules outside the package that its files may name, and the recipes that reproduce.json names.
+    """
+    asked = read_json(folder / "reproduce.json", ASKED)
     budget, where = asked["budget"], [*folders, *map(Path, asked["data"])]
-    source = open_recipe(asked["name"])
+    source = open_recipe(asked["name"], trust=trust)
     table: Table = source.read(Table)
     lines: list[dict[str, Any]] = []
     found = rows(source, budget, asked["changes"])
+    again = trust_words(*(recipe for _, recipe in found))
     if machine.leads:
         print(introduction(table.title, table.paper, budget, [recipe for _, recipe in found], source), flush=True)
     try:
@@ -95,7 +115,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = ())
                 print(f"== {row.label} ({row.recipe})", flush=True)
             # Rows that differ only in their metric share one training run.
             number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
-            trained = trained_in(folder, f"row-{number}", recipe, machine, where)
+            trained = trained_in(folder, f"row-{number}", recipe, machine, where, again)
             if machine.leads:
                 lines.append(measured(row, trained))
                 write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
@@ -149,15 +169,21 @@ def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
         raise MissingData(f"{len(missing)} data sets are not there or not complete; to get {names}.")
 
 
-def trained_in(folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path]) -> Path:
-    """The run or sweep of a recipe at a place of a folder, taken from wherever it stands to its end."""
+def trained_in(
+    folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path], again: Sequence[str]
+) -> Path:
+    """The run or sweep of a recipe at a place of a folder, taken from wherever it stands to its end.
+
+    Args:
+        again: words that the command needs beside the folder to go on, should it be stopped.
+    """
     begun = machine.share(sorted((folder / place).glob("*-*"))[:1])
     try:
         if begun:
-            resume_folder(begun[0], machine, folders)
+            resume_folder(begun[0], machine, folders, trust=recipe.where.trust)
         return begun[0] if begun else train_recipe(recipe, folder / place, machine, folders)
     except Stopped as stopped:
-        raise Stopped(folder, stopped.step, stopped.number) from None
+        raise Stopped(folder, stopped.step, stopped.number, again) from None
 
 
 def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
@@ -171,7 +197,8 @@ def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tup
     found, table = [], source.read(Table)
     for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
-        recipe = open_recipe(str(Path(source.folder) / row.recipe) if beside else row.recipe, budget)
+        name = str(Path(source.folder) / row.recipe) if beside else row.recipe
+        recipe = open_recipe(name, budget, trust=source.where.trust)
         for path, value in entries(row.changes):
             change(recipe.tables, ".".join(path), value, f"{source.name}, row {row.label!r}", recipe.where)
         recipe.spend(table.budget.get(budget or "", {}), lambda _: f"{source.name}, budget {budget}")
@@ -233,8 +260,13 @@ def draw_figure(
     machine: Machine,
     folders: Sequence[Path],
     out: Path | None,
+    trust: Trust = NOTHING,
 ) -> Path:
-    """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path."""
+    """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path.
+
+    Args:
+        trust: modules outside the package that files of the given runs may name.
+    """
     source, of_recipes = opened_figure(name, budget, changes)
     spec: FigureSpec = source.read(FigureSpec)
     if given and len(given) != len(spec.recipes):
@@ -244,55 +276,82 @@ def draw_figure(
     if given and (of_recipes or (budget and budget not in spec.budget)):
         raise RecipeError(
             f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them, only "
-            f"options of the figure have ({', '.join(sorted(figure_options(spec)))})."
+            f"options of the figure have ({', '.join(sorted(figure_options(source)))})."
         )
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
     owner = f"figure {spec.figure!r}"
-    check_options(FIGURES[spec.figure], spec.options, FIGURE_FACTS, owner)  # before hours of training
+    check_options(figure_function(source), spec.options, FIGURE_FACTS, owner)  # before hours of training
     if given:
-        runs = [open_run(folder) for folder in given]
+        runs = [open_run(folder, trust) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
     found = trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
     require_data(found, folders)
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
-        path = out or picture_in(folder, source)
-        asked = asked_for(name, source, budget, changes, folders)
-        write_json(folder / "figure.json", {**asked, "out": str(path.resolve())})
+        write_json(folder / "figure.json", asked_for(name, source, budget, changes, folders))
     machine.wait()
-    return continue_figure(folder, machine)
+    return continue_figure(folder, machine, trust=ANYTHING, out=out)
 
 
-def opened_figure(name: str, budget: str | None, changes: Sequence[str]) -> tuple[Source, list[str]]:
+def opened_figure(
+    name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
+) -> tuple[Source, list[str]]:
     """A figure with those of the changes that are of its own options, and the others, which are of its recipes."""
-    source = open_recipe(name)
+    source = open_recipe(name, trust=trust)
     if kind_of(source) is not FigureSpec:
         raise RecipeError(
             f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
         )
-    find_outside(source)
     spec: FigureSpec = source.read(FigureSpec)
-    options = figure_options(spec)
+    options = figure_options(source)
     own = [text for text in changes if parse_override(text)[0] in options]
-    return open_recipe(name, budget if budget in spec.budget else None, own), [t for t in changes if t not in own]
+    mine = open_recipe(name, budget if budget in spec.budget else None, own, trust)
+    return mine, [text for text in changes if text not in own]
 
 
-def figure_options(spec: FigureSpec) -> set[str]:
+def figure_function(source: Source) -> Callable[..., Any]:
+    """The function that draws a figure."""
+    try:
+        with trusting(source.where.trust):
+            return FIGURES[source.read(FigureSpec).figure]
+    except UntrustedName as error:
+        raise UntrustedName(error.names, error.trust, source.where.name) from None
+    except UnknownName as error:
+        raise source.where.error(("figure",), str(error)) from None
+
+
+def figure_options(source: Source) -> set[str]:
     """What a figure's function takes beside the runs."""
-    return parameters(FIGURES[spec.figure])[0] - set(FIGURE_FACTS)
+    return parameters(figure_function(source))[0] - set(FIGURE_FACTS)
 
 
-def continue_figure(folder: Path, machine: Machine, folders: Sequence[Path] = ()) -> Path:
-    """Take the trainings of a figure from wherever they stand to their end, and draw it."""
-    asked = read_json(folder / "figure.json")
+def continue_figure(
+    folder: Path,
+    machine: Machine,
+    folders: Sequence[Path] = (),
+    trust: Trust = NOTHING,
+    out: Path | None = None,
+) -> Path:
+    """Take the trainings of a figure from wherever they stand to their end, and draw it.
+
+    Args:
+        trust: modules outside the package that its files may name, and the recipes that figure.json names.
+        out: where to write the picture; None is in the folder. A file does not say where another is written.
+    """
+    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
+        raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
+    asked = read_json(folder / "figure.json", ASKED)
     where = [*folders, *map(Path, asked["data"])]
-    source, of_recipes = opened_figure(asked["name"], asked["budget"], asked["changes"])
+    source, of_recipes = opened_figure(asked["name"], asked["budget"], asked["changes"], trust)
     found, spec = trainings(source, asked["budget"], of_recipes), source.read(FigureSpec)
     if machine.leads:
         print(introduction(spec.title, spec.paper, asked["budget"], found, source), flush=True)
-    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where) for i, recipe in enumerate(found, 1)]
-    return drawn(source, [open_run(run) for run in trained], machine, where, Path(asked["out"]))
+    again = [*trust_words(*found), *(["--trust", module_of(spec.figure)] if ":" in spec.figure else [])]
+    again += [] if out is None else ["--out", str(out)]
+    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where, again) for i, recipe in enumerate(found, 1)]
+    runs = [open_run(run, trust) for run in trained]
+    return drawn(source, runs, machine, where, out or picture_in(folder, source))
 
 
 def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> list[Source]:
@@ -300,7 +359,7 @@ def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> lis
     found = []
     for entry in source.read(FigureSpec).recipes:
         recipe, *own = shlex.split(entry)
-        found.append(open_recipe(recipe, budget, [*own, *changes]))
+        found.append(open_recipe(recipe, budget, [*own, *changes], source.where.trust))
         if check(found[-1]).seeds != 1:
             raise RecipeError(f"{source.name} is drawn from one run of each recipe: leave out seeds.")
     return found
@@ -313,10 +372,9 @@ def picture_in(folder: Path, source: Source) -> Path:
 def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
     """Draw a figure from its runs."""
     if machine.leads:
-        find_outside(source)  # a training looked for its own
         spec: FigureSpec = source.read(FigureSpec)
         facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, machine, list(folders), path), strict=True))
-        figure = call(FIGURES[spec.figure], spec.options, facts, f"figure {spec.figure!r}")
+        figure = call(figure_function(source), spec.options, facts, f"figure {spec.figure!r}")
         with whole(path) as part:
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)
         print(f"figure            {path}")

@@ -3,6 +3,7 @@
     runs/core-digits-001/
         run.json                     the recipe with all changes, the command, versions, the machine
         log.jsonl                    a line every few steps and one per epoch
+        log.damaged                  lines of the log that could not be read when the run was resumed, as they were
         checkpoints/last.safetensors to continue from
         checkpoints/best.safetensors the best weights by the validation metric
         checkpoints/epoch-0005.safetensors  weights after an epoch, where the recipe keeps them
@@ -15,7 +16,6 @@ A sweep over seeds is a folder with ``sweep.json`` and one such folder per seed,
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -28,8 +28,46 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.lab.data.places import search_path
-from equipoise.lab.files import read_json, write_json, write_text
-from equipoise.lab.recipes import Recipe, Source, Where
+from equipoise.lab.files import NUMBER, misfit, parse, read_json, write_bytes, write_json
+from equipoise.lab.recipes import SAVED, Recipe, Source, saved_source
+from equipoise.registry import NOTHING, Trust
+
+# The shapes of what a run writes; see equipoise.lab.files.misfit.
+MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
+RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict}
+MEASURED = (*NUMBER, type(None))  # None where a number was not finite
+SOLVER = {
+    "samples": int,
+    "failed": NUMBER,
+    "results": {str: int},
+    "steps": {"median": int, "90%": int, "most": int},
+    "residual": {"median": MEASURED, "worst": MEASURED},
+}
+METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
+BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
+RESULT = {
+    "status": str,
+    "test": METRICS,
+    "test_of_last?": METRICS,
+    "weights": str,
+    "best?": BEST,
+    "parameters": int,
+    "steps": int,
+    "seconds": NUMBER,
+}
+LINE = {"kind": str, "step": int}  # of the log
+EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
+    f"{split}?": METRICS for split in ("train", "val", "test")
+}
+STEP = {
+    **LINE,
+    "loss?": MEASURED,
+    "lr?": MEASURED,
+    "gradient_norm?": MEASURED,
+    "steps": {str: int},
+    "residual": {str: MEASURED},
+    "failed_samples": int,
+}
 
 
 class RunError(ValueError):
@@ -38,9 +76,10 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder."""
+    """A run's folder, and which modules outside the package its files may name."""
 
     folder: Path
+    trust: Trust = NOTHING
 
     @property
     def last(self) -> Path:
@@ -67,16 +106,12 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """What run.json says."""
-        facts = read_json(self.folder / "run.json")
-        if missing := [name for name in ("recipe", "tables", "folder", "machine") if name not in facts]:
-            raise RunError(f"{self.folder / 'run.json'} has no {', '.join(missing)}: it is not of a run, or damaged.")
-        return facts
+        return read_json(self.folder / "run.json", RUN)
 
     @property
     def source(self) -> Source:
         """The recipe as it was when the run was made, all changes included."""
-        facts = self.facts
-        return Source(facts["recipe"], facts["tables"], Where(str(self.folder / "run.json")), facts["folder"])
+        return saved_source(self.facts, self.folder / "run.json", self.trust)
 
     @property
     def recipe(self) -> Recipe:
@@ -86,7 +121,9 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """How training ended; None while it has not."""
         path = self.folder / "result.json"
-        return read_json(path) if path.exists() else None
+        if not path.exists():
+            return None
+        return read_json(path, RESULT if (self.folder / "run.json").exists() else {"status": str})  # or of a sweep
 
     def data_folders(self, given: Sequence[Path]) -> list[Path]:
         """Where to look for data: as always, first in the folders given now, then in those given when it was begun.
@@ -98,32 +135,45 @@ class Run:
         return [*search_path([*given, *map(Path, machine.get("data", []))], current=False), *begun]
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of the log; a last line cut short by a crash is left out."""
+        """The lines of the log that can be read."""
+        return [record for _, record in self.lines() if record is not None]
+
+    def lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """The lines of the log, each with what it says, or None if it is damaged or cut short."""
         if not self.log.exists():
             return []
-        records = []
-        for line in self.log.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-        return records
+        return [(line, read_record(line)) for line in self.log.read_bytes().split(b"\n") if line.strip()]
 
     def epochs(self) -> list[dict[str, Any]]:
         """The log's line of every epoch."""
         return [record for record in self.records() if record["kind"] == "epoch"]
 
-    def trim(self, step: int, epochs: int) -> None:
-        """Leave out what was logged after a checkpoint, which a resumed run writes again, and files cut short."""
-        kept = [r for r in self.records() if r["step"] <= step and (r["kind"] != "epoch" or r["epoch"] <= epochs)]
-        write_text(self.log, "".join(json.dumps(record) + "\n" for record in kept))
+    def trim(self, step: int, epochs: int) -> int:
+        """Leave out what was logged after a checkpoint, which a resumed run writes again, and files cut short.
+
+        Lines that cannot be read are set aside in ``log.damaged``, as they are; returns their number.
+        """
+        lines = self.lines()
+        damaged = b"".join(line + b"\n" for line, record in lines if record is None)
+        if damaged:
+            aside = self.folder / "log.damaged"
+            before = aside.read_bytes() if aside.exists() else b""
+            if not before.endswith(damaged):  # else they were set aside by a process that was killed just then
+                write_bytes(aside, before + damaged)
+        kept = [
+            line
+            for line, record in lines
+            if record and record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epochs)
+        ]
+        write_bytes(self.log, b"".join(line + b"\n" for line in kept))
         for part in self.folder.rglob(".*.part"):
             part.unlink(missing_ok=True)
+        return sum(record is None for _, record in lines)
 
     @property
     def status(self) -> str:
-        if self.result is not None:
-            return self.result["status"]
+        if (result := self.result) is not None:
+            return result["status"]
         return "running" if self.in_use() else "interrupted" if self.last.exists() else "not started"
 
     def in_use(self) -> bool:
@@ -144,7 +194,7 @@ class Run:
         """Hold the run for this process; the lock goes when the process does, however it ends."""
         import fcntl
 
-        with open(self.folder / ".lock", "w") as lock:
+        with open(self.folder / ".lock", "a") as lock:  # never emptied: it might be a link to something else
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -152,6 +202,17 @@ class Run:
                     f"{self.folder} is being trained by another process; wait for it, or stop it first."
                 ) from None
             yield
+
+
+def read_record(line: bytes) -> dict[str, Any] | None:
+    """What a line of the log says; None if it cannot be read, or is not a line that a run writes."""
+    try:
+        record = parse(line)
+    except ValueError:
+        return None
+    if misfit(record, LINE):
+        return None
+    return None if misfit(record, {"epoch": EPOCH, "step": STEP}.get(record["kind"], LINE)) else record
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -187,11 +248,11 @@ def create(folder: Path, source: Source, **machine: Any) -> Run:
         },
         exact=True,  # `schedule.end = inf` is a sensible thing to write
     )
-    return Run(folder)
+    return Run(folder, source.where.trust)
 
 
-def open_run(path: str | Path) -> Run:
-    """The run in a folder."""
+def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
+    """The run in a folder; ``trust`` names modules outside the package that its files may name."""
     folder = Path(path)
     if not (folder / "run.json").is_file():
         hint = (
@@ -201,7 +262,7 @@ def open_run(path: str | Path) -> Run:
         )
         what = f"{folder} is not a run: {hint}" if folder.is_dir() else f"there is no folder {folder}"
         raise RunError(f"{what}. `equipoise runs` lists runs.")
-    return Run(folder)
+    return Run(folder, Trust.of(trust))
 
 
 def list_runs(parent: Path) -> list[Run]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise.fixed_point import watch_solves
+from equipoise.lab.build import MODEL_SECTIONS
 from equipoise.lab.data.decoding import MODES, fitted, opened, pixels, reading_image
 from equipoise.lab.data.limits import LIMITS, read_file
 from equipoise.lab.evaluate import quiet_failures
@@ -68,7 +69,8 @@ def segment_images(
         ...         print(found.shares)
     """
     files = list(zip(pictures(images, out), images, strict=True))
-    trained = open_trained(run, machine, weights, changes=[] if window is None else [f"window={list(window)}"])
+    changes = [] if window is None else [f"window={list(window)}"]
+    trained = open_trained(run, machine, weights, changes=changes, sections=(*MODEL_SECTIONS, "task"))
     task = trained.task
     if not isinstance(task, Segmentation):
         raise RunError(

@@ -93,4 +93,6 @@ def add(total: Sums, more: Sums) -> None:
     """Add sums to a total, entry by entry, in place."""
     for name, value in more.items():
         value = value.detach().to("cpu", torch.float64)
+        if name in total and total[name].shape != value.shape:
+            raise ValueError(f"the sums {name!r} have the shapes {tuple(total[name].shape)} and {tuple(value.shape)}.")
         total[name] = total[name] + value if name in total else value

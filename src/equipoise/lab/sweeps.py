@@ -13,19 +13,22 @@ from typing import Any
 
 import torch
 
+from equipoise.lab.build import limits, require_trust, trust_words
 from equipoise.lab.files import read_json, write_json
 from equipoise.lab.machine import Machine
-from equipoise.lab.recipes import Recipe, Source, Where
-from equipoise.lab.runs import Run, RunError, command, create, new_folder, open_run
+from equipoise.lab.recipes import SAVED, Recipe, Source, saved_source
+from equipoise.lab.runs import MACHINE, Run, RunError, command, create, new_folder, open_run
 from equipoise.lab.train import Interrupted, StopRequest, train
+from equipoise.registry import NOTHING, Trust
 
 
 class Stopped(Exception):
-    """Training was asked to stop; ``folder`` is what to resume."""
+    """Training was asked to stop; ``resume`` are the words of the command that continues it."""
 
-    def __init__(self, folder: Path, step: int, number: int):
+    def __init__(self, folder: Path, step: int, number: int, again: Sequence[str]):
         super().__init__(f"stopped at step {step}")
-        self.folder, self.step, self.number = folder, step, number
+        self.resume = ["equipoise", "resume", str(folder), *again]
+        self.step, self.number = step, number
 
 
 def train_recipe(
@@ -42,7 +45,7 @@ def train_recipe(
         write_json(folder / "sweep.json", {**tables, "machine": described(machine, folders)}, exact=True)
     machine.wait()
     try:
-        resume_folder(folder, machine, folders, report, source)
+        resume_folder(folder, machine, folders, report, source, source.where.trust)
     except Exception:
         if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):  # nothing was trained
             shutil.rmtree(folder)
@@ -56,12 +59,13 @@ def resume_folder(
     folders: Sequence[Path] = (),
     report: bool = False,
     source: Source | None = None,
+    trust: Trust = NOTHING,
 ) -> None:
-    """Take a run, or all runs of a sweep, to their end."""
+    """Take a run, or all runs of a sweep, to their end; its files may name code from the modules that are trusted."""
     if (folder / "sweep.json").exists():
-        resume_sweep(folder, machine, folders, report)
+        resume_sweep(folder, machine, folders, report, trust)
         return
-    run = open_run(folder)
+    run = open_run(folder, trust)
     result = run_to_end(run, folder, machine, folders, source)
     if machine.leads:
         tell_result(run, result)
@@ -69,15 +73,20 @@ def resume_folder(
             tell_report([run], machine, folders)
 
 
-def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report: bool) -> None:
+SWEEP = {**SAVED, "machine?": MACHINE}
+
+
+def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report: bool, trust: Trust) -> None:
     """Train every seed that is not done yet, then tell mean and spread."""
-    saved = read_json(folder / "sweep.json")
-    source = Source(saved["recipe"], saved["tables"], Where(str(folder / "sweep.json")), saved["folder"])
+    saved = read_json(folder / "sweep.json", SWEEP)
+    source = saved_source(saved, folder / "sweep.json", trust)
+    require_trust(source)
     recipe: Recipe = source.read(Recipe)
+    limits(recipe, source.where)
     runs, stop = [], StopRequest()
     with stop.listening():
         for seed in range(recipe.seed, recipe.seed + recipe.seeds):
-            run = Run(folder / f"seed-{seed}")
+            run = Run(folder / f"seed-{seed}", trust)
             if machine.leads and not (run.folder / "run.json").exists():
                 tables = copy.deepcopy(source.tables) | {"seed": seed, "seeds": 1}
                 create(run.folder, Source(source.name, tables, source.where, source.folder), **saved.get("machine", {}))
@@ -87,7 +96,7 @@ def resume_sweep(folder: Path, machine: Machine, folders: Sequence[Path], report
             result = run_to_end(run, folder, machine, folders, stop=stop)
             runs.append(run)
             if machine.sum(torch.tensor(float(stop.signal is not None))):  # the next one must not begin
-                raise Stopped(folder, result["steps"], stop.signal or signal.SIGTERM)
+                raise Stopped(folder, result["steps"], stop.signal or signal.SIGTERM, trust_words(source))
     if machine.leads:
         summary = summarize([run.result or {} for run in runs])
         write_json(folder / "result.json", {"status": "finished", "seeds": len(runs), "test": summary})
@@ -119,7 +128,7 @@ def run_to_end(
         try:
             return train(run, machine, folders, source, stop)
         except Interrupted as interrupted:
-            raise Stopped(resumable, interrupted.step, interrupted.number) from None
+            raise Stopped(resumable, interrupted.step, interrupted.number, trust_words(run.source)) from None
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -147,7 +156,7 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
 def threads_of(folder: Path) -> int | None:
     """The threads a run or sweep was begun with."""
     files = [folder / name for name in ("run.json", "sweep.json") if (folder / name).is_file()]
-    return read_json(files[0]).get("machine", {}).get("threads") if files else None
+    return read_json(files[0], {"machine?": MACHINE}).get("machine", {}).get("threads") if files else None
 
 
 def tell_result(run: Run, result: dict[str, Any]) -> None:
@@ -155,7 +164,7 @@ def tell_result(run: Run, result: dict[str, Any]) -> None:
     for name, value in result["test"].items():
         if isinstance(value, int | float):
             print(f"{'test ' + name:<17} " + (f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"))
-    for direction, numbers in result["test"]["solver"].items():
+    for direction, numbers in result["test"].get("solver", {}).items():
         print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {numbers['steps']['median']} steps")
     print(f"run               {run.folder}")
 

@@ -20,7 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.gradients import UnrolledGradient
 from equipoise.lab import checkpoints
-from equipoise.lab.build import build_model, build_optimizer, build_schedule, build_task, check
+from equipoise.lab.build import (
+    build_model,
+    build_optimizer,
+    build_schedule,
+    build_task,
+    check,
+    module_of,
+    outside_names,
+)
 from equipoise.lab.data import Batch, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_count, quiet_failures
@@ -31,8 +39,9 @@ from equipoise.lab.loading import start_from
 from equipoise.lab.log import Log
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Jacobian, Recipe, Source
-from equipoise.lab.runs import Run
+from equipoise.lab.runs import Run, RunError
 from equipoise.lab.solves import add, failed_samples, solve_metrics, solve_sums
+from equipoise.registry import Trust, trusting
 from equipoise.tasks import Sums, Task
 
 
@@ -90,7 +99,9 @@ class Learner:
         """Continue with the optimizer, schedule and scaler of another learner."""
         checkpoints.unpack_optimizer(self.optimizer, tensors, facts["optimizer"])
         checkpoints.unpack_schedule(self.schedule, facts["schedule"])
-        if facts["scaler"]:
+        if not checkpoints.alike(facts["scaler"], self.scaler.state_dict()):
+            raise ValueError("its gradient scaler is not that of the recipe's precision")
+        if self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
 
 
@@ -129,9 +140,18 @@ class TrainingFailed(RuntimeError):
     """Training cannot usefully go on; everything is saved."""
 
 
-def load_data(recipe: Recipe, folders: Sequence[Path]) -> DataSet:
+def data_of(run: Run, recipe: Recipe, folders: Sequence[Path]) -> DataSet:
+    """The data set of a run, looked for in these folders first."""
+    try:
+        return load_data(recipe, run.data_folders(folders), run.source.where.trust)
+    except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:  # options that are no options
+        raise RunError(f"{run.folder / 'run.json'}: data set {recipe.data.name!r}: {error}") from error
+
+
+def load_data(recipe: Recipe, folders: Sequence[Path], trust: Trust) -> DataSet:
     """The recipe's data set, with its validation split, cut to the recipe's limit."""
-    data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
+    with trusting(trust):
+        data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
     if recipe.data.limit is None:
         return data
 
@@ -175,7 +195,7 @@ class Trainer:
         self.run, self.machine, self.stop = run, machine, stop
         self.source = source or run.source
         self.recipe = check(self.source)
-        self.data = load_data(self.recipe, run.data_folders(folders))
+        self.data = load_data(self.recipe, run.data_folders(folders), self.source.where.trust)
         for split in (self.data.val, self.data.test):
             if split is not None and len(split) < machine.world:
                 raise ValueError(f"a split of {len(split)} samples cannot be shared by {machine.world} processes.")
@@ -190,13 +210,19 @@ class Trainer:
         seed_everything(self.recipe.seed, "model")
         self.learner = self.assemble(0)
         self.new_tensors: list[str] = []  # of a run that starts from the weights of another, those it had to make
+        self.damaged_lines = 0  # of the log, when the run was resumed
         if run.last.exists():
             self.resume()
             return
+        if len(run.epochs()) > 1:  # a checkpoint is written after every epoch
+            raise RunError(
+                f"{run.last} is missing, though {run.log} has {len(run.epochs())} epochs: put it back; or, to train "
+                f"from the beginning and lose this log, remove {run.log.name}."
+            )
         if self.recipe.training.init_from is not None:
             self.new_tensors = start_from(self.learner.model, self.recipe.training.init_from)
         if machine.leads and run.log.exists():
-            run.trim(0, 0)  # it was stopped before its first checkpoint
+            self.damaged_lines = run.trim(0, 0)  # it was stopped before its first checkpoint
 
     # What there is to train
 
@@ -414,7 +440,13 @@ class Trainer:
     def take_best(self, phase: int) -> None:
         """Go back to the best weights, and to the model and the task of their phase."""
         self.machine.wait()  # until the leading process has written them
-        tensors, _ = checkpoints.read(self.run.best)
+        tensors, facts = checkpoints.read(self.run.best)
+        checkpoints.require_same_recipe(self.run.best, facts, self.source.tables, self.run.folder / "run.json")
+        if facts.get("best") != self.progress.best:
+            raise checkpoints.CheckpointError(
+                f"{self.run.best} does not hold the best weights of this run: it says {facts.get('best')} instead of "
+                f"{self.progress.best}."
+            )
         if phase != len(self.recipe.phases) - 1:  # the model or the task may be another
             self.learner = self.assemble(phase)
         checkpoints.load_model(self.learner.model, tensors, self.run.best)
@@ -453,20 +485,34 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up training where the last checkpoint left it."""
-        tensors, facts = checkpoints.read(self.run.last)
-        saved = facts["progress"]
-        self.progress = Progress(**{**saved, "position": Position(**saved["position"])})
+        tensors, facts = checkpoints.read(self.run.last, training=True)
+        checkpoints.require_same_recipe(self.run.last, facts, self.source.tables, self.run.folder / "run.json")
+        saved = {name: facts["progress"][name] for name in checkpoints.TRAINING["progress"]}
+        position = Position(**{name: saved["position"][name] for name in checkpoints.POSITION})
+        self.check_position(position, saved["best"])
+        self.progress = Progress(**{**saved, "position": position})
         sums = {name.removeprefix("sums/"): tensor for name, tensor in tensors.items() if name.startswith("sums/")}
         # The saved sums are those of all processes together: one goes on with them, the others from zero.
         self.progress.sums = sums if self.machine.leads else {name: torch.zeros_like(t) for name, t in sums.items()}
-        if self.machine.leads:
-            position = self.progress.position
-            self.run.trim(position.step, self.epochs_before[position.phase] + position.epoch)
-        phase = min(self.progress.position.phase, len(self.recipe.phases) - 1)
-        if phase:
-            self.learner = self.assemble(phase)
-        checkpoints.load_model(self.learner.model, tensors, self.run.last)
-        self.learner.restore(tensors, facts["learner"])
+        phase = min(position.phase, len(self.recipe.phases) - 1)
+        with checkpoints.fitting(self.run.last):
+            if phase:
+                self.learner = self.assemble(phase)
+            checkpoints.load_model(self.learner.model, tensors, self.run.last)
+            self.learner.restore(tensors, facts["learner"])
+        if self.machine.leads:  # now that the checkpoint is known to be good
+            epochs = self.epochs_before[position.phase] + position.epoch
+            self.damaged_lines = self.run.trim(position.step, epochs)
+
+    def check_position(self, position: Position, best: dict[str, Any] | None) -> None:
+        """Raise for a position, or a phase of the best weights, that this recipe does not have."""
+        phases = self.recipe.phases
+        if best is not None and not 0 <= best["phase"] < len(phases):
+            raise checkpoints.CheckpointError(f"{self.run.last} is damaged: its best weights are of no phase: {best}.")
+        epochs = phases[position.phase].epochs if 0 <= position.phase < len(phases) else 0
+        inside = 0 <= position.phase <= len(phases) and 0 <= position.epoch <= epochs
+        if not inside or not 0 <= position.batch <= self.steps_per_epoch or position.step < 0:
+            raise checkpoints.CheckpointError(f"{self.run.last} is damaged: the recipe has no {position}.")
 
     # Telling
 
@@ -478,6 +524,12 @@ class Trainer:
         )
         if data.note:
             self.log.tell(f"note: {data.note}")
+        if modules := dict.fromkeys(module_of(name) for _, name in outside_names(self.source)):
+            places = ", ".join(f"{module} ({self.source.where.trust.place(module)})" for module in modules)
+            self.log.tell(f"code from outside the package: {places}")
+        if self.damaged_lines:
+            lines = "1 line" if self.damaged_lines == 1 else f"{self.damaged_lines} lines"
+            self.log.tell(f"{lines} of log.jsonl could not be read, and moved to log.damaged; the others are kept")
         if position.step:
             self.log.tell(f"resumed at step {position.step}")
         elif (origin := self.recipe.training.init_from) is not None:

@@ -19,6 +19,7 @@ MODELS = Registry(
         "popteq": "equipoise.models.opteq:POptEq",
         "mopteq": "equipoise.models.opteq:MOptEq",
     },
+    nn.Module,
 )
 
 

@@ -11,6 +11,7 @@ TASKS = Registry(
         "robustness": "equipoise.tasks.robustness:Robustness",
         "segmentation": "equipoise.tasks.segmentation:Segmentation",
     },
+    Task,
 )
 
 __all__ = ["TASKS", "Batch", "Sums", "Task"]

@@ -26,6 +26,7 @@ from equipoise.validation import options, require
 ATTACKS = Registry(
     "attack",
     {"pgd": "equipoise.tasks.robustness:pgd", "foolbox": "equipoise.tasks.robustness:foolbox_pgd"},
+    functions=True,
 )
 NORMS = ("linf", "l2")
 

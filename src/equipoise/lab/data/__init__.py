@@ -46,6 +46,8 @@ DATA_SETS = Registry(
         "camvid": "equipoise.lab.data.scenes:camvid",
         "cityscapes": "equipoise.lab.data.scenes:cityscapes",
     },
+    DataSet,
+    functions=True,
 )
 
 
