@@ -17,6 +17,7 @@ ROOMS = [
     "registry",
     "solution",
     "tolerance",
+    "compiled",
     "scope",
     "captures",
     "layout",

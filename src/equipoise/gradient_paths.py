@@ -29,7 +29,7 @@ def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tenso
     if not (missing or lost):
         return
     with torch.no_grad():
-        image = problem(rows)
+        image = problem.uncompiled()(rows)
     if not changes(problem, rows, image, [tensor for _, tensor in missing], [columns for _, columns in lost]):
         return
     if changes(problem, rows, image, [], []):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.compiled import require_buffers
 from equipoise.graph import captured_tensors, edges
 from equipoise.problem import Count, Problem
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Solution, Statistics, failure_message
@@ -63,6 +64,13 @@ def recorded(problem: Problem, z: Tensor) -> Tensor:
         return problem(z)
 
 
+def reusable_record(problem: Problem, z: Tensor) -> Tensor:
+    """:func:`recorded`, for a backward pass that runs many times."""
+    image = recorded(problem, z)
+    require_buffers(node for node, _ in edges(image, [z, *problem.sources]))
+    return image
+
+
 def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
     """``value`` with the gradient that ``image`` has."""
     return _Attach.apply(lambda cotangent: cotangent, None, image, value)
@@ -102,7 +110,7 @@ class Adjoint:
             full, before = split.product_adjoint, partial(split.activation, pre)
         else:
             z = solution.detach().requires_grad_()
-            record = recorded(narrow, z)
+            record = reusable_record(narrow, z)
             first, full, before = partial(self.pull, narrow, z, record), None, record.detach
         captured = captured_tensors(record, [z, *views], problem.visible_tensors)
         higher = partial(self.differentiable_pull, problem, before, len(sources), full)
@@ -186,7 +194,7 @@ class AdjointProblem(Problem):
         if narrow is None:
             return None
         z = self.z.detach().index_select(0, rows).requires_grad_()
-        image = recorded(narrow, z)
+        image = reusable_record(narrow, z)
         self.count.add(len(rows))  # the record made anew
         if not agree(self.problem, image, self.image.index_select(0, rows)):
             return None  # f is another function by now (see ANOTHER_FUNCTION): keep to the record of the forward pass

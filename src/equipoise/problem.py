@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from equipoise.compiled import buffers_kept, uncompiled, vary_batch
 from equipoise.captures import layers, tensors_needing_gradients
 from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, skeleton, skeleton_differs
 from equipoise.scope import Scope
@@ -122,7 +123,7 @@ class FunctionProblem(Problem):
         warn_of_mixing_layers(f)
         z0, batch, device = initial_value(z0, inputs)
         problem = cls(f, inputs, Layout(z0), batch, device)
-        image = problem.evaluate(z0, batch)
+        image = problem.uncompiled().evaluate(z0, batch)  # derives weights and draws masks, which are not compiled
         problem.check_image(image, batch)
         found = leaves(image, "f(z)")
         problem.needs_gradient = any(tensor.requires_grad for _, tensor in found)
@@ -145,7 +146,10 @@ class FunctionProblem(Problem):
         self.count.add(batch)
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
         given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
-        with self.scope.entered(), mode:
+        if self.gatherable:
+            vary_batch(self.f, [*(tensor for tensor, _ in given), *self.scope.per_sample.values()])
+        recording = buffers_kept() if torch.is_grad_enabled() else nullcontext()
+        with self.scope.entered(), mode, recording:
             try:
                 image = self.f(value, *self.inputs)
             except (RuntimeError, IndexError, ValueError) as error:
@@ -203,9 +207,20 @@ class FunctionProblem(Problem):
     def sources(self) -> list[Tensor]:
         return [tensor for _, tensor in leaves(self.inputs, "inputs") if tensor.requires_grad]
 
+    def jvp(self, rows: Tensor, tangent: Tensor) -> Tensor:
+        return super(FunctionProblem, self.uncompiled()).jvp(rows, tangent)
+
+    def uncompiled(self) -> FunctionProblem:
+        """The same problem with f not compiled."""
+        if (plain := uncompiled(self.f)) is self.f:
+            return self
+        problem = copy.copy(self)
+        problem.f = plain
+        return problem
+
     def with_fresh_weights(self) -> FunctionProblem:
         """The same problem with derived weights to be derived anew."""
-        fresh = copy.copy(self)
+        fresh = copy.copy(self.uncompiled())
         fresh.scope = self.scope.without_shared()
         return fresh
 
