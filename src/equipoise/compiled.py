@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(plain, nn.Module) and plain._compiled_call_impl is not None:
         return plain._call_impl
     return plain
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Nothing compiled runs inside, neither f nor a part of it."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def vary_batch(f: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
@@ -54,14 +61,20 @@ def buffers_kept() -> Iterator[None]:
         config.donated_buffer = before
 
 
+def graphs(nodes: Iterable[Any]) -> set[Any]:
+    """The compiled graphs among the nodes of a record, each a class that torch.compile made."""
+    if "torch._dynamo" not in sys.modules:
+        return set()
+    found = {getattr(node, "_forward_cls", None) for node in nodes}
+    return {graph for graph in found if hasattr(getattr(graph, "metadata", None), "bw_donated_idxs")}
+
+
 def require_buffers(nodes: Iterable[Any]) -> None:
     """Raise if a compiled graph among the nodes of a record was compiled elsewhere and can run backward only once."""
-    for node in nodes:
-        graph = getattr(getattr(node, "_forward_cls", None), "metadata", None)
-        if hasattr(graph, "bw_donated_idxs"):
-            if graph.bw_donated_idxs:
-                raise RuntimeError(DONATED)
-            graph.bw_donated_idxs = []  # None, where none were sought, would be taken for some
+    for graph in graphs(nodes):
+        if graph.metadata.bw_donated_idxs:
+            raise RuntimeError(DONATED)
+        graph.metadata.bw_donated_idxs = []  # None, where none were sought, would be taken for some
 
 
 DONATED = (

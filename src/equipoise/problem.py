@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from equipoise.compiled import buffers_kept, uncompiled, vary_batch
 from equipoise.captures import layers, tensors_needing_gradients
+from equipoise.compiled import buffers_kept, eagerly, uncompiled, vary_batch
 from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, skeleton, skeleton_differs
 from equipoise.scope import Scope
 
@@ -208,7 +208,8 @@ class FunctionProblem(Problem):
         return [tensor for _, tensor in leaves(self.inputs, "inputs") if tensor.requires_grad]
 
     def jvp(self, rows: Tensor, tangent: Tensor) -> Tensor:
-        return super(FunctionProblem, self.uncompiled()).jvp(rows, tangent)
+        with eagerly():  # compiled graphs have no forward mode: they fail, or drop the tangent without a word
+            return super().jvp(rows, tangent)
 
     def uncompiled(self) -> FunctionProblem:
         """The same problem with f not compiled."""

@@ -68,6 +68,9 @@ SCHEDULES = Registry(
 )
 
 
+GRAPHS = 64  # that torch may compile for one function before it gives up
+
+
 @contextmanager
 def located(where: Where, *path: str) -> Iterator[None]:
     """Say in which line of the recipe the mistake is that shows while a section's thing is made."""
@@ -112,6 +115,36 @@ def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Modul
         for name, value in settings.items():
             setattr(layer, name, value)
     return model
+
+
+def compile_equilibria(model: nn.Module, where: Where) -> None:
+    """Have the f of every Equilibrium compiled when it is first called, in place: tensors keep their names."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
+    if not layers:
+        raise where.error(
+            ("training", "compile"), "training.compile is true; the model has no equipoise.Equilibrium to compile."
+        )
+    for layer in layers:
+        if isinstance(layer.f, nn.Module):
+            layer.f.compile()
+        else:
+            layer.f = torch.compile(layer.f)
+    # torch gives up on a function after 8 graphs; training, evaluation and phases share them, and layers of one class.
+    config: Any = torch._dynamo.config
+    config.cache_size_limit = max(config.cache_size_limit, GRAPHS)
+
+
+def require_compiler(where: Where) -> None:
+    """Compile something small: what torch.compile needs and cannot find shows now, in one sentence."""
+    try:
+        torch.compile(torch.cos)(torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu"))
+    except Exception as error:  # torch has a different one for every thing that may be missing
+        reason = str(error).strip().partition("\n")[0]
+        raise where.error(
+            ("training", "compile"),
+            "training.compile is true, but torch.compile does not work here: it needs a C++ compiler such as g++ and "
+            f"Python's header files. Install them, or set training.compile = false. torch says: {reason}",
+        ) from None
 
 
 def equilibrium_settings(recipe: Recipe, where: Where) -> dict[str, Any]:
@@ -168,6 +201,8 @@ def check(source: Source) -> Recipe:
     find_outside(source)
     recipe: Recipe = source.read(Recipe)
     limits(recipe, source.where)
+    if recipe.training.compile:
+        require_compiler(source.where)
     with located(source.where, "data"):
         owner = f"data set {recipe.data.name!r}"
         check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, owner)

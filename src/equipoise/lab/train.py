@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.gradients import UnrolledGradient
 from equipoise.lab import checkpoints
-from equipoise.lab.build import build_model, build_optimizer, build_schedule, build_task, check
+from equipoise.lab.build import build_model, build_optimizer, build_schedule, build_task, check, compile_equilibria
 from equipoise.lab.data import Batch, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.evaluate import Evaluation, Setting, evaluate, parameter_count, quiet_failures
@@ -210,6 +210,8 @@ class Trainer:
         """Model, task, optimizer and schedule as they are at the start of a phase."""
         recipe, where = self.source.phase(phase), self.source.where_in(phase)
         model = self.setting.place(build_model(recipe, self.facts, where))
+        if recipe.training.compile:
+            compile_equilibria(model, where)
         first, end = self.stretch(phase)
         begun, begun_where = self.source.phase(first), self.source.where_in(first)
         optimizer = build_optimizer(begun, [p for p in model.parameters() if p.requires_grad], begun_where)
