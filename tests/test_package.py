@@ -18,6 +18,7 @@ ROOMS = [
     "registry",
     "solution",
     "tolerance",
+    "compiled",
     "scope",
     "captures",
     "layout",

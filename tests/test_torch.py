@@ -1,4 +1,4 @@
-"""The rest of torch around a solve: compile, export, ONNX, autocast, transforms, distributed training."""
+"""The rest of torch around a solve: export, ONNX, autocast, transforms, distributed training."""
 
 import os
 import subprocess
@@ -25,62 +25,9 @@ class Cell(nn.Module):
         return torch.tanh(0.7 * self.W(z) + self.U(x))
 
 
-# Dynamo looks at .grad of every tensor it meets.
-quiet = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def x():
     return torch.randn(10, 8)
-
-
-@quiet
-def test_a_compiled_f_gives_the_same_value_and_gradients(fresh_dynamo, x):
-    f = Cell()
-    plain = eq.fixed_point(f, torch.zeros(1, 8), x, tolerance=TIGHT).value
-    expected = torch.autograd.grad(plain.square().sum(), list(f.parameters()))
-    compiled = eq.fixed_point(torch.compile(f, backend="aot_eager"), torch.zeros(1, 8), x, tolerance=TIGHT).value
-    found = torch.autograd.grad(compiled.square().sum(), list(f.parameters()))
-    torch.testing.assert_close(compiled, plain)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@quiet
-def test_a_compiled_f_says_that_it_has_no_second_derivative(fresh_dynamo, x):
-    f = Cell()
-    value = eq.fixed_point(torch.compile(f, backend="aot_eager"), torch.zeros(1, 8), x, tolerance=TIGHT).value
-    with pytest.raises(RuntimeError, match=r"torch\.compile gives f no second derivative"):
-        first = torch.autograd.grad(value.square().sum(), list(f.parameters()), create_graph=True)
-        sum(g.square().sum() for g in first).backward()
-
-
-@quiet
-def test_inside_a_compiled_model_the_solve_is_one_clean_break(fresh_dynamo, x):
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), eq.Equilibrium(Cell()), nn.Linear(8, 3))
-    explained = torch._dynamo.explain(model)(x)
-    assert explained.graph_count <= 3
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    out = compiled(x)
-    torch.testing.assert_close(out, model(x))
-    out.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@quiet
-@pytest.mark.slow
-def test_a_compiled_f_works_with_the_default_backend(fresh_dynamo, x):
-    f = Cell()
-    sol = eq.fixed_point(torch.compile(f), torch.zeros(1, 8), x, tolerance=TIGHT)
-    torch.testing.assert_close(sol.value, eq.fixed_point(f, torch.zeros(1, 8), x, tolerance=TIGHT).value)
-    sol.value.sum().backward()
 
 
 def test_autocast_solves_with_sums_in_float32_and_keeps_gradients(x):

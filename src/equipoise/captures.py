@@ -14,9 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from equipoise.compiled import original
+
 
 def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
     """The modules and tensors that ``f`` names, each with a phrase that says where. A module is its own."""
+    f = original(f)
     if isinstance(f, nn.Module):
         yield "", f
     elif isinstance(f, functools.partial):

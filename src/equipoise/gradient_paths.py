@@ -8,11 +8,14 @@ reachable in the recorded graph. One that is not is either unused, which is fine
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from equipoise.captures import Substituted, tensors_needing_gradients
+from equipoise.compiled import eagerly, graphs
 from equipoise.graph import edges, leaf_of, origin
 from equipoise.independence import other_than
 from equipoise.layout import leaves, rebuild
@@ -25,12 +28,24 @@ def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tenso
     If ``rows`` is a leaf that requires a gradient, the state itself is looked at too: a z that is cut off inside f
     would make its Jacobian look like zero.
     """
+    new = graphs(node for node, _ in edges(record, [rows, *problem.sources])) - set(_looked_through)
+    if new:  # a compiled graph shows a path to all that it is given, also to what is cut off inside it
+        with torch.enable_grad(), eagerly():
+            record = problem(rows)
+    require_paths(problem, rows, record)
+    _looked_through.update(new)
+
+
+_looked_through: WeakSet[Any] = WeakSet()  # compiled graphs in which nothing is cut off
+
+
+def require_paths(problem: FunctionProblem, rows: Tensor, record: Tensor) -> None:
     missing = unreachable(record, list(named_sources(problem)))
     lost = unreachable_state(problem, rows, record) if rows.is_leaf and rows.requires_grad else []
     if not (missing or lost):
         return
     with torch.no_grad():
-        image = problem(rows)
+        image = problem.uncompiled()(rows)
     if not changes(problem, rows, image, [tensor for _, tensor in missing], [columns for _, columns in lost]):
         return
     if changes(problem, rows, image, [], []):
@@ -93,7 +108,7 @@ def changes(
     for part in columns:
         at[:, part] = other_than(at[:, part])
     with torch.no_grad():
-        with Substituted(others):
+        with eagerly(), Substituted(others):
             after = trial(at)
         finite = torch.isfinite(image)
         scale = torch.where(finite, image, 0.0).abs().max() if image.numel() else 0.0

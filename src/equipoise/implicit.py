@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.compiled import require_buffers
 from equipoise.graph import captured_tensors, edges
 from equipoise.problem import Count, Problem
 from equipoise.solution import Report
@@ -33,6 +34,13 @@ def recorded(problem: Problem, z: Tensor) -> Tensor:
         if problem.autocast:
             torch.clear_autocast_cache()  # weights that were cast inside the loop were cast without a graph
         return problem(z)
+
+
+def reusable_record(problem: Problem, z: Tensor) -> Tensor:
+    """:func:`recorded`, for a backward pass that runs many times."""
+    image = recorded(problem, z)
+    require_buffers(node for node, _ in edges(image, [z, *problem.sources]))
+    return image
 
 
 def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
@@ -66,7 +74,7 @@ class Record:
         narrow = problem.with_sources(views)
         if not structured or (split := narrow.splitting()) is None:
             z = z.detach().requires_grad_()
-            return cls(narrow, views, z, recorded(narrow, z))
+            return cls(narrow, views, z, reusable_record(narrow, z))
         z = z.detach()  # no product with W^T is asked of autograd
         split.share(problem.splitting())
         if pre is None:
@@ -200,7 +208,7 @@ class AdjointProblem(Problem):
         if narrow is None:
             return None
         z = self.z.detach().index_select(0, rows).requires_grad_()
-        image = recorded(narrow, z)
+        image = reusable_record(narrow, z)
         self.count.add(len(rows))  # the record made anew
         if not agree(self.problem, image, self.image.index_select(0, rows)):
             return None  # f is another function by now (see ANOTHER_FUNCTION): keep to the record of the forward pass

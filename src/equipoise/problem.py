@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from equipoise.captures import layers, tensors_needing_gradients
+from equipoise.compiled import buffers_kept, eagerly, uncompiled, vary_batch
 from equipoise.layout import Layout, Leaf, leaves, outline, rebuild, select, skeleton, skeleton_differs
 from equipoise.scope import Scope
 from equipoise.solution import warn_user
@@ -162,7 +163,7 @@ class FunctionProblem(Problem):
         problem = cls(f, inputs, Layout(one_sample(z0) if coupled else z0), batch, device, coupled=coupled)
         problem.known_impure, problem.sequence_first = warned, sequence_first
         try:
-            image = problem.evaluate(z0)
+            image = problem.uncompiled().evaluate(z0)  # derives weights and draws masks, which are not compiled
         except Exception as error:
             error.add_note(SWAPPED if swapped(f, z0, inputs) else FIRST_CALL.format(shapes=shapes_of(z0)))
             raise
@@ -212,7 +213,10 @@ class FunctionProblem(Problem):
         self.count.add(self.samples)
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
         given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
-        with self.scope.entered(), mode:
+        if self.gatherable:
+            vary_batch(self.f, [*(tensor for tensor, _ in given), *self.scope.per_sample.values()])
+        recording = buffers_kept() if torch.is_grad_enabled() else nullcontext()
+        with self.scope.entered(), mode, recording:
             try:
                 image = self.f(value, *self.inputs)
             except (RuntimeError, IndexError, ValueError) as error:
@@ -281,9 +285,21 @@ class FunctionProblem(Problem):
         probe.count = Count()
         return probe
 
+    def jvp(self, rows: Tensor, tangent: Tensor) -> Tensor:
+        with eagerly():  # compiled graphs have no forward mode: they fail, or drop the tangent without a word
+            return super().jvp(rows, tangent)
+
+    def uncompiled(self) -> FunctionProblem:
+        """The same problem with f not compiled."""
+        if (plain := uncompiled(self.f)) is self.f:
+            return self
+        problem = copy.copy(self)
+        problem.f = plain
+        return problem
+
     def with_fresh_weights(self) -> FunctionProblem:
         """The same problem with derived weights to be derived anew."""
-        fresh = copy.copy(self)
+        fresh = copy.copy(self.uncompiled())
         fresh.scope = self.scope.without_shared()
         return fresh
 

@@ -8,16 +8,22 @@ every later one, also in the backward pass. A scope lives and dies with its solv
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Derived = TypeVar("Derived")
-_current: ContextVar[Scope | None] = ContextVar("equipoise_scope", default=None)
+
+
+class _Current(threading.local):  # which torch.compile can see through, unlike a ContextVar
+    scope: Scope | None = None
+
+
+_current = _Current()
 
 
 class Scope:
@@ -25,7 +31,7 @@ class Scope:
 
     def __init__(self, batch: int) -> None:
         # A solve inside the f of another belongs to it: the same weights and masks, or the outer f would change.
-        outer = _current.get()
+        outer = _current.scope
         self.batch = batch
         # f runs without a graph inside the loop, yet a derived weight must keep its path to the raw parameters.
         self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
@@ -47,11 +53,11 @@ class Scope:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        token = _current.set(self)
+        outer, _current.scope = _current.scope, self
         try:
             yield
         finally:
-            _current.reset(token)
+            _current.scope = outer
 
 
 def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample: bool = False) -> Derived:
@@ -61,16 +67,25 @@ def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample:
         key: names the entry; include ``id(self)`` and whatever else the result depends on but the parameters.
         per_sample: the result is a tensor with a batch dimension and follows its samples when they are gathered.
     """
-    scope = _current.get()
+    scope = _current.scope
     if scope is None:
         return compute()
     entries: dict[Hashable, Any] = scope.per_sample if per_sample else scope.shared
+    if torch.compiler.is_compiling():
+        if key not in entries:  # an entry is an input of the compiled graph; what makes it is not part of that
+            torch.compiler.disable(make)(scope.grad, entries, key, compute)
+        return entries[key]
     if key not in entries:
-        with torch.set_grad_enabled(scope.grad):
-            entries[key] = compute()
+        make(scope.grad, entries, key, compute)
     if per_sample and len(entries[key]) != scope.batch:
         raise RuntimeError(
             f"a mask of {len(entries[key])} rows in a solve of {scope.batch} samples: it cannot follow its samples. "
             "Keep the batch as the first dimension where dropout is applied, or pass the mask to f as an input."
         )
     return entries[key]
+
+
+def make(grad: bool, entries: dict[Hashable, Any], key: Hashable, compute: Callable[[], Any]) -> None:
+    """Enter what ``compute`` gives, recorded or not as the solve wants it."""
+    with torch.set_grad_enabled(grad):
+        entries[key] = compute()

@@ -102,7 +102,7 @@ def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tup
         raise RuntimeError("a Jacobian needs derivatives, which inference_mode does not have: use torch.no_grad().")
     problem, _, _ = FunctionProblem.start(f, z, inputs)
     rows = isolated(problem.layout.pack(z))
-    return rows, recorded(problem, rows)
+    return rows, recorded(problem.uncompiled(), rows)  # compiled graphs have no second derivative
 
 
 def normalised(rows: Tensor) -> tuple[Tensor, Tensor]:

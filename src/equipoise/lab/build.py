@@ -88,6 +88,9 @@ USE_SECTIONS = (*MODEL_SECTIONS, "task", "data")  # and what it is measured with
 NAMED_SECTIONS = (*USE_SECTIONS, "optimizer", "schedule")
 
 
+GRAPHS = 64  # that torch may compile for one function before it gives up
+
+
 @contextmanager
 def located(where: Where, *path: str) -> Iterator[None]:
     """Make a section's thing: its names are looked up under the recipe's trust, its mistakes named with their line."""
@@ -177,6 +180,36 @@ def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Modul
     return model
 
 
+def compile_equilibria(model: nn.Module, where: Where) -> None:
+    """Have the f of every Equilibrium compiled when it is first called, in place: tensors keep their names."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
+    if not layers:
+        raise where.error(
+            ("training", "compile"), "training.compile is true; the model has no equipoise.Equilibrium to compile."
+        )
+    for layer in layers:
+        if isinstance(layer.f, nn.Module):
+            layer.f.compile()
+        else:
+            layer.f = torch.compile(layer.f)
+    # torch gives up on a function after 8 graphs; training, evaluation and phases share them, and layers of one class.
+    config: Any = torch._dynamo.config
+    config.cache_size_limit = max(config.cache_size_limit, GRAPHS)
+
+
+def require_compiler(where: Where) -> None:
+    """Compile something small: what torch.compile needs and cannot find shows now, in one sentence."""
+    try:
+        torch.compile(torch.cos)(torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu"))
+    except Exception as error:  # torch has a different one for every thing that may be missing
+        reason = str(error).strip().partition("\n")[0]
+        raise where.error(
+            ("training", "compile"),
+            "training.compile is true, but torch.compile does not work here: it needs a C++ compiler such as g++ and "
+            f"Python's header files. Install them, or set training.compile = false. torch says: {reason}",
+        ) from None
+
+
 def equilibrium_settings(recipe: Recipe, where: Where) -> dict[str, Any]:
     """The solver, tolerance and gradient rule that the recipe names; what it does not name stays the model's own."""
     settings: dict[str, Any] = {}
@@ -226,6 +259,8 @@ def check(source: Source) -> Recipe:
     require_trust(source)
     recipe: Recipe = source.read(Recipe)
     limits(recipe, source.where)
+    if recipe.training.compile:
+        require_compiler(source.where)
     with located(source.where, "data"):
         owner = f"data set {recipe.data.name!r}"
         check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, owner)

@@ -61,6 +61,7 @@ class Training:
     clip: float | None = None  # longest gradient; longer ones are shortened to it
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"  # the last two by autocast
     channels_last: bool = False
+    compile: bool = False  # the f of every Equilibrium by torch.compile, which needs a C++ compiler
     test: Literal["end", "epoch"] = "end"  # measured for the record only; the best weights are chosen on validation
     log_every: int = 20  # steps between two lines of the log
     checkpoint_every: int | None = None  # steps between two checkpoints, besides one after every epoch

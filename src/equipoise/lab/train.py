@@ -26,6 +26,7 @@ from equipoise.lab.build import (
     build_schedule,
     build_task,
     check,
+    compile_equilibria,
     module_of,
     outside_names,
 )
@@ -236,6 +237,8 @@ class Trainer:
         """Model, task, optimizer and schedule as they are at the start of a phase."""
         recipe, where = self.source.phase(phase), self.source.where_in(phase)
         model = self.setting.place(build_model(recipe, self.facts, where))
+        if recipe.training.compile:
+            compile_equilibria(model, where)
         first, end = self.stretch(phase)
         begun, begun_where = self.source.phase(first), self.source.where_in(first)
         optimizer = build_optimizer(begun, [p for p in model.parameters() if p.requires_grad], begun_where)

@@ -1,0 +1,84 @@
+"""An f compiled by torch.compile: what a solve asks of it, and the plain f behind it.
+
+A solve asks for what a compiled graph does not give by itself. The adjoint system goes backward through one record many
+times, while inductor lets a backward pass overwrite what the forward pass saved ("donated buffers"); finished samples
+are left out, so the batch size varies; and f is now and then wanted uncompiled, for forward-mode derivatives.
+
+dynamo is slow to import: nothing here loads it, and without it nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def original(f: Any) -> Any:
+    """The module or function that was given to torch.compile; any other f is its own."""
+    if isinstance(f, nn.Module):
+        return f._modules.get("_orig_mod", f)
+    return getattr(f, "_torchdynamo_orig_callable", f)
+
+
+def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f without the compilation of f itself, by ``torch.compile(f)`` or ``f.compile()``; parts of f keep theirs."""
+    plain = original(f)
+    if isinstance(plain, nn.Module) and plain._compiled_call_impl is not None:
+        return plain._call_impl
+    return plain
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Nothing compiled runs inside, neither f nor a part of it."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def vary_batch(f: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
+    """Have a compiled f take any batch size from the start: gathering would make it compile again and again."""
+    if uncompiled(f) is not f and not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+@contextmanager
+def buffers_kept() -> Iterator[None]:
+    """Graphs compiled inside keep what they saved for the backward pass, which can then run many times."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        yield
+        return
+    config: Any = torch._functorch.config  # not its patch(), which takes 90 us
+    before, config.donated_buffer = config.donated_buffer, False
+    try:
+        yield
+    finally:
+        config.donated_buffer = before
+
+
+def graphs(nodes: Iterable[Any]) -> set[Any]:
+    """The compiled graphs among the nodes of a record, each a class that torch.compile made."""
+    if "torch._dynamo" not in sys.modules:
+        return set()
+    found = {getattr(node, "_forward_cls", None) for node in nodes}
+    return {graph for graph in found if hasattr(getattr(graph, "metadata", None), "bw_donated_idxs")}
+
+
+def require_buffers(nodes: Iterable[Any]) -> None:
+    """Raise if a compiled graph among the nodes of a record was compiled elsewhere and can run backward only once."""
+    for graph in graphs(nodes):
+        if graph.metadata.bw_donated_idxs:
+            raise RuntimeError(DONATED)
+        graph.metadata.bw_donated_idxs = []  # None, where none were sought, would be taken for some
+
+
+DONATED = (
+    "f was compiled before this solve in such a way that its backward pass can run only once, and implicit "
+    "differentiation needs it many times: set torch._functorch.config.donated_buffer = False before compiled parts of "
+    "f are first called outside a solve, or call torch._dynamo.reset() to have them compiled again."
+)
