@@ -260,6 +260,8 @@ def read(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
         raise where.error(path, f"{dotted} is {value!r}; it must be {names[kind]}.")
+    if kind is int and abs(value) >= 2**63:
+        raise where.error(path, f"{dotted} is {value}; it must fit into 64 bits.")
     return value
 
 
