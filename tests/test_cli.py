@@ -563,3 +563,14 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
 def test_resuming_a_finished_run_says_so(run, capsys):
     assert main(["resume", str(run)]) == 0
     assert f"{run} is finished, so that there is nothing to continue; its result:" in capsys.readouterr().out
+
+
+def test_training_says_when_the_solver_does_nothing(capsys, tmp_path):
+    """A tolerance of 1 is met wherever a solve starts."""
+    words = ["train", "core/digits", "--budget", "smoke", "--runs", str(tmp_path), "--threads", "1"]
+    assert main([*words, "tolerance.relative=1.0"]) == 0
+    captured = capsys.readouterr()
+    assert "the solver does nothing: every solve of this epoch" in captured.out + captured.err
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert "the solver does nothing" not in captured.out + captured.err

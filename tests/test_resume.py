@@ -23,6 +23,7 @@ from equipoise.lab.checkpoints import CheckpointError
 from equipoise.lab.evaluate import evaluate
 from equipoise.lab.files import read_json
 from equipoise.lab.runs import Run
+from equipoise.lab.solves import add
 from lab_helpers import (
     EPOCHS,
     PATIENCE,
@@ -611,3 +612,11 @@ def test_a_damaged_checkpoint_is_not_resumed(tmp_path):
     stopped.last.write_bytes(b"\x08")
     text = resume(stopped, expect=2)
     assert text.startswith(f"equipoise: {stopped.last} is not a safetensors file, or is damaged")
+
+
+def test_sums_of_a_run_from_before_a_result_was_added_are_continued():
+    total = {"forward results": torch.tensor([3.0, 1.0, 0.0, 0.0]), "loss": torch.tensor(2.0)}
+    add(total, {"forward results": torch.ones(5), "loss": torch.tensor(1.0)})
+    assert total["forward results"].tolist() == [4, 2, 1, 1, 1]
+    with pytest.raises(ValueError, match="the sums 'loss' have the shapes"):
+        add(total, {"loss": torch.ones(2)})

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from equipoise.solution import Result, Solution, Statistics
 from equipoise.tasks import Sums
@@ -78,6 +79,17 @@ def solve_metrics(sums: Sums) -> dict[str, Any]:
     return metrics
 
 
+def idle(forward: dict[str, Any]) -> bool:
+    """Whether the solver did nothing: every sample was solved at its start, or after one evaluation of f."""
+    return not forward["failed"] and forward["steps"]["most"] <= 2
+
+
+IDLE = (
+    "the solver does nothing: every solve of this epoch was done after one or two evaluations of f. Either f hardly "
+    "depends on z, or the tolerance is loose; equipoise.diagnose(layer.solve(x)) says which."
+)
+
+
 def quantile(histogram: Tensor, share: float) -> int:
     """The smallest entry that so large a share of the counts does not exceed."""
     reached = histogram.double().cumsum(0) >= share * histogram.double().sum() - 1e-9
@@ -93,6 +105,8 @@ def add(total: Sums, more: Sums) -> None:
     """Add sums to a total, entry by entry, in place."""
     for name, value in more.items():
         value = value.detach().to("cpu", torch.float64)
+        if name in total and name.endswith(" results"):  # a run that was begun before there was another Result
+            total[name] = functional.pad(total[name], (0, max(0, len(value) - len(total[name]))))
         if name in total and total[name].shape != value.shape:
             raise ValueError(f"the sums {name!r} have the shapes {tuple(total[name].shape)} and {tuple(value.shape)}.")
         total[name] = total[name] + value if name in total else value

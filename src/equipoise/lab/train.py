@@ -41,7 +41,7 @@ from equipoise.lab.log import Log
 from equipoise.lab.machine import Machine
 from equipoise.lab.recipes import Jacobian, Recipe, Source
 from equipoise.lab.runs import Run, RunError
-from equipoise.lab.solves import add, failed_samples, solve_metrics, solve_sums
+from equipoise.lab.solves import IDLE, add, failed_samples, idle, solve_metrics, solve_sums
 from equipoise.registry import Trust, trusting
 from equipoise.tasks import Sums, Task
 
@@ -575,3 +575,5 @@ class Trainer:
                 text += f" ({numbers['failed']:.1%} failed)"
         samples = len(self.data.train) * record["epoch"]
         self.log.tell(text + f"  {samples / max(record['seconds'], 1e-9):.0f} samples/s")
+        if (forward := record["train"]["solver"].get("forward")) and idle(forward):
+            self.log.tell(IDLE)
