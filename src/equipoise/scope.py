@@ -73,7 +73,7 @@ def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample:
     entries: dict[Hashable, Any] = scope.per_sample if per_sample else scope.shared
     if torch.compiler.is_compiling():
         if key not in entries:  # an entry is an input of the compiled graph; what makes it is not part of that
-            torch.compiler.disable(make)(scope.grad, entries, key, compute)
+            torch.compiler.disable(make)(scope.grad, entries, key, compute)  # type: ignore[call-arg]
         return entries[key]
     if key not in entries:
         make(scope.grad, entries, key, compute)
