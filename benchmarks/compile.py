@@ -1,6 +1,6 @@
 """A training step with f compiled by torch.compile beside the same step without.
 
-    python benchmarks/compile.py [--batch N] [--rounds N] [--threads N] [--json F]
+    python benchmarks/compile.py [--only TEXT] [--rounds N] [--threads N] [--json F]
 
 A step is forward pass, cross entropy, implicit backward pass and Adam, on random images and the first weights of a
 model, which stay as they are, so that both solve the same problems. They run in turns in one process after a warm-up,
@@ -15,6 +15,7 @@ import copy
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -61,6 +62,42 @@ def mdeq(fixed: bool) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
+class Transformer(nn.Module):
+    """f(z, x) of tokens: attention and a wide GELU layer between norms, where little of the time goes to products."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        z = self.norms[0](x + 0.3 * z + 0.3 * self.attend(z, z, z, need_weights=False)[0])
+        return 0.5 * self.norms[1](z + 0.3 * self.wide(z))
+
+
+class Tokens(nn.Module):
+    """A classifier of images by their 4x4 patches."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 4, stride=4)
+        self.equilibrium = eq.Equilibrium(Transformer(width), on_failure="ignore")
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.equilibrium(self.stem(images).flatten(2).mT).mean(dim=1))
+
+
+CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]] = [
+    ("core/digits, 8x8", lambda: demo(8), (1, 8, 8), 64),
+    ("core/mnist, 28x28", lambda: demo(28), (1, 28, 28), 64),
+    ("MDEQ, 15 + 18 evaluations", lambda: mdeq(fixed=True), (3, 32, 32), 32),
+    ("MDEQ, stopping by residual", lambda: mdeq(fixed=False), (3, 32, 32), 32),
+    ("transformer cell, 64 tokens", Tokens, (3, 32, 32), 64),
+]
+
+
 def measure(name: str, model: nn.Module, shape: tuple[int, ...], batch: int, rounds: int) -> Row:
     torch._dynamo.reset()
     images, labels = torch.rand(batch, *shape), torch.randint(10, (batch,))
@@ -90,7 +127,7 @@ def measure(name: str, model: nn.Module, shape: tuple[int, ...], batch: int, rou
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="images (default 32)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the rows whose name contains this")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns each gets (default 9)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here too")
@@ -98,15 +135,13 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
-    torch.manual_seed(0)
-    batch, rounds = arguments.batch, arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        torch.manual_seed(0)
         rows = [
-            measure("core/digits, 8x8", demo(8), (1, 8, 8), 64, rounds),
-            measure("core/mnist, 28x28", demo(28), (1, 28, 28), 64, rounds),
-            measure("MDEQ, 15 + 18 evaluations", mdeq(fixed=True), (3, 32, 32), batch, rounds),
-            measure("MDEQ, stopping by residual", mdeq(fixed=False), (3, 32, 32), batch, rounds),
+            measure(name, make(), shape, size, arguments.rounds)
+            for name, make, shape, size in CASES
+            if arguments.only in name
         ]
     show("A training step, f compiled", rows)
     if arguments.json:

@@ -192,7 +192,8 @@ def compile_equilibria(model: nn.Module, where: Where) -> None:
             layer.f.compile()
         else:
             layer.f = torch.compile(layer.f)
-    # torch gives up on a function after 8 graphs; training, evaluation and phases share them, and layers of one class.
+    torch._dynamo.reset()  # the graphs of a model before this one, of an earlier phase or seed, serve no more
+    # torch gives up on a function after 8 graphs; training, evaluation and layers of one class share them.
     config: Any = torch._dynamo.config
     config.cache_size_limit = max(config.cache_size_limit, GRAPHS)
 
