@@ -592,6 +592,7 @@ def test_shown_images_come_from_all_over_the_split(samples, size, count):
 
 # Whole runs
 
+TRUST = ("--trust", "street_net")
 MODULE = """
 import torch
 from torch import nn
@@ -697,14 +698,14 @@ def test_a_run_is_trained_measured_and_reported(street, capsys):
     page = (street / "report.html").read_text()
     for title in ("Segmented images", "Intersection over union of each class", "Confusion matrix"):
         assert title in page
-    assert main(["evaluate", str(street), "--data", str(street.parents[1] / "data")]) == 0
+    assert main(["evaluate", str(street), *TRUST, "--data", str(street.parents[1] / "data")]) == 0
     assert f"mean IoU          {result['test']['mean IoU']:.4g}" in capsys.readouterr().out
 
 
 def test_segment_writes_what_the_model_sees(street, image, capsys):
     import equipoise as eq
 
-    assert main(["segment", str(street), "photo.png"]) == 0
+    assert main(["segment", str(street), *TRUST, "photo.png"]) == 0
     printed = capsys.readouterr().out
     classes = np.array(Image.open("photo-segmented-classes.png"))
     assert classes.dtype == np.uint8
@@ -713,7 +714,7 @@ def test_segment_writes_what_the_model_sees(street, image, capsys):
     # By hand, from the model alone.
     task = Segmentation(tuple(CITYSCAPES.values()), window=[10, 12])
     pixels = torch.as_tensor(np.array(Image.open(image))).permute(2, 0, 1)
-    expected = task.label_maps(eq.load(street), pixels[None].float() / 255)[0]
+    expected = task.label_maps(eq.load(street, trust="street_net"), pixels[None].float() / 255)[0]
     assert torch.equal(torch.as_tensor(classes).long(), expected)
     seen = np.asarray(Image.open("photo-segmented.png")).astype(float)
     colors = np.array([CITYSCAPES_COLORS[task.class_names[c]] for c in range(19)])
@@ -731,9 +732,9 @@ def test_segment_writes_what_the_model_sees(street, image, capsys):
 
 def test_segment_into_a_file_and_into_a_folder(street, image):
     Image.open(image).convert("L").save("grey.jpg")
-    assert main(["segment", str(street), "photo.png", "-o", "seen/it.png", "--window", "50", "50"]) == 0
+    assert main(["segment", str(street), *TRUST, "photo.png", "-o", "seen/it.png", "--window", "50", "50"]) == 0
     assert {path.name for path in Path("seen").iterdir()} == {"it.png", "it-classes.png"}
-    assert main(["segment", str(street), "photo.png", "grey.jpg", "--out", "all"]) == 0
+    assert main(["segment", str(street), *TRUST, "photo.png", "grey.jpg", "--out", "all"]) == 0
     names = {f"{stem}-segmented{kind}.png" for stem in ("photo", "grey") for kind in ("", "-classes")}
     assert {path.name for path in Path("all").iterdir()} == names
 
@@ -742,13 +743,13 @@ def test_a_photo_lying_on_its_side_is_set_upright(street, image):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.open(image).save("side.png", exif=exif)
-    assert main(["segment", str(street), "side.png"]) == 0
+    assert main(["segment", str(street), *TRUST, "side.png"]) == 0
     assert np.array(Image.open("side-segmented.png")).shape == (45, 31, 3)
 
 
 def test_segment_answers_a_mistake_with_a_sentence(street, image, capsys, tmp_path):
     def fails(*words):
-        assert main(["segment", *map(str, words)]) == 2
+        assert main(["segment", *TRUST, *map(str, words)]) == 2
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         assert captured.out == ""
@@ -814,13 +815,13 @@ def test_files_are_written_whole_or_not_at_all(street, image, monkeypatch):
         save(self, path, *rest)
 
     monkeypatch.setattr(Image.Image, "save", full_disk)
-    assert main(["segment", str(street), "photo.png"]) == 2
+    assert main(["segment", str(street), *TRUST, "photo.png"]) == 2
     assert len(made) == 2
     assert [path.name for path in Path().iterdir()] == ["photo.png"]
 
 
 def test_predict_tells_shares_of_classes(street, image, capsys):
-    assert main(["predict", str(street), "photo.png", "--json"]) == 0
+    assert main(["predict", str(street), *TRUST, "photo.png", "--json"]) == 0
     shares = json.loads(capsys.readouterr().out)["shares"]
     assert set(shares) <= set(CITYSCAPES.values())
     assert 0 < sum(shares.values()) <= 1 + 1e-9
