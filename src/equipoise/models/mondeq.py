@@ -105,9 +105,9 @@ class MonDEQ(nn.Module):
 
     def features(self, z: Any) -> Tensor:
         """What the head reads: z, its image averaged over squares, or the last tier with its border."""
-        z = self.operator.checked(z)
         if self.kind == "dense":
             return z
+        z = self.operator.checked(z)
         if self.kind == "multitier":
             return z[-1].flatten(1)
         height, width = (n // self.pool for n in self.size)

@@ -85,6 +85,7 @@ class MonotoneOperator(nn.Module, ABC):
             bound = float(self.norm(bound=True))
             return bound if math.isfinite(bound) else math.inf
 
+        self.prepare("a bound of its norm")
         return self.kept("bound", made)
 
     def typical_size(self) -> float:
@@ -95,6 +96,10 @@ class MonotoneOperator(nn.Module, ABC):
             return math.prod(size**0.25 for size in sizes) if all(map(math.isfinite, sizes)) else math.inf
 
         return self.kept("typical", made)
+
+    def is_finite(self) -> bool:
+        """Whether no weight is NaN or infinite."""
+        return self.kept("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
 
     def resolvent(self, alpha: float) -> Resolvent:
         """The operator V = (I + alpha (I - W))^-1, factorised once for the weights as they are.
@@ -120,7 +125,11 @@ class MonotoneOperator(nn.Module, ABC):
 
     @property
     def example(self) -> Tensor:
-        """A parameter, for its type and device."""
+        """A parameter, for its type and device; looked up at every product, so by a short way if there is one."""
+        for owner in (self, *self._modules.values()):
+            for parameter in owner._parameters.values() if owner is not None else ():
+                if parameter is not None:
+                    return parameter
         return next(self.parameters())
 
     def require_precision(self) -> torch.dtype:
@@ -168,7 +177,7 @@ class MonotoneOperator(nn.Module, ABC):
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
             self.compare()
             if name not in self._numbers:
-                self.prepare("its resolvent")
+                self.require_precision()
                 with full_precision(self):
                     self._numbers[name] = make()
             return self._numbers[name]
@@ -266,9 +275,9 @@ def same_kind(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return [(t.shape, t.dtype, t.device) for t in a] == [(t.shape, t.dtype, t.device) for t in b]
 
 
-def full_precision(operator: nn.Module) -> torch.autocast:
+def full_precision(operator: MonotoneOperator) -> torch.autocast:
     """Without autocast: a factorisation or a transform in half precision is none."""
-    return torch.autocast(next(operator.parameters()).device.type, enabled=False)
+    return torch.autocast(operator.example.device.type, enabled=False)
 
 
 def inverted(matrices: Tensor) -> Tensor:

@@ -83,8 +83,9 @@ class MonotoneProblem(nn.Module):
 
     def at_zero(self, parts: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         """W 0 + bias, where nearly every solve starts, without a product; in the graph of the weights all the same."""
-        # NaN if a weight is NaN or infinite.
-        nothing = torch.stack([(0 * p).sum() for p in self.operator.parameters()]).sum()
+        nothing: Any = 0.0 if self.operator.is_finite() else torch.nan
+        if torch.is_grad_enabled():
+            nothing = sum((0 * p.flatten()[0] for p in self.operator.parameters() if p.requires_grad), start=nothing)
         full = [given[i] if i < len(given) else torch.zeros_like(part) for i, part in enumerate(parts)]
         return [arranged(b.to(part.dtype)) + nothing for part, b in zip(parts, full, strict=True)]
 

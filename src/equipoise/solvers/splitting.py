@@ -69,10 +69,11 @@ class SplittingSolver(Solver):
         0 is the equilibrium exactly when s(b) = 0. From elsewhere, iterates only tend to it: f(z) may be 0 long before
         z is, and no relative tolerance would ever be met.
         """
-        if not is_zero(z):
-            at_rest = (split.activation(split.bias) == 0).all(dim=1) & torch.isfinite(image).all(dim=1)
-            if bool(at_rest.any()):
-                z, image = (torch.where(at_rest[:, None], 0.0, rows) for rows in (z, image))
+        if is_zero(z):
+            return z, image, split.bias
+        at_rest = (split.activation(split.bias) == 0).all(dim=1) & torch.isfinite(image).all(dim=1)
+        if bool(at_rest.any()):
+            z, image = (torch.where(at_rest[:, None], 0.0, rows) for rows in (z, image))
         return z, image, split.preactivation(z)
 
     def companion(self, state: SplittingState) -> Tensor:
