@@ -363,12 +363,14 @@ def gradients_of_a_model(model, images):
 def test_inductor_trains_the_models(name):
     options = {"channels": 8} if name == "conv-equilibrium" else {"size": "cifar10-small", "channels": [8, 16]}
     model = eq.create_model(name, shape=(3, 16, 16), classes=10, **options, **({} if len(options) == 1 else HEAD))
-    model.equilibrium.tolerance, model.equilibrium.on_failure = eq.Tolerance(1e-6, max_steps=60), "ignore"
-    images = torch.rand(6, 3, 16, 16)
+    layer, images = model.double().equilibrium, torch.rand(6, 3, 16, 16, dtype=torch.float64)
+    # A new MDEQ does not converge, and a long solve would amplify rounding: a few plain steps do not.
+    layer.solver, layer.tolerance, layer.on_failure = eq.Picard(), eq.Tolerance(0.0, max_steps=4), "ignore"
+    layer.gradient = eq.ImplicitGradient()
     expected = gradients_of_a_model(model, images)
     compile_equilibria(model, Where("test"))
     for a, b in zip(gradients_of_a_model(model, images), expected, strict=True):
-        assert (a - b).norm() <= 1e-2 * b.norm() + 1e-4  # MDEQ does not converge to rounding
+        assert (a - b).norm() <= 1e-8 * b.norm() + 1e-8
 
 
 HEAD = {"head_channels": [4, 8], "final_channels": 16}
