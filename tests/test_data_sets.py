@@ -31,6 +31,7 @@ from equipoise.lab.recipes import Recipe, open_recipe
 from equipoise.lab.runs import create
 from equipoise.lab.sweeps import described
 from equipoise.lab.train import load_data
+from equipoise.registry import ANYTHING
 from official_files import (
     BATCHES,
     COARSE,
@@ -546,7 +547,7 @@ def test_the_current_folder_comes_last_when_reading_as_when_listing(tmp_path, mo
     source = open_recipe("core/mnist", overrides=["data.validation=1"])
     with this_machine() as machine:
         run = create(tmp_path / "runs/one", source, **described(machine, ()))
-    assert len(load_data(source.read(Recipe), run.data_folders(())).train) == count - 1  # one is held out
+    assert len(load_data(source.read(Recipe), run.data_folders(()), ANYTHING).train) == count - 1  # one is held out
 
 
 def test_a_folder_of_another_set_is_not_taken_for_this_one(tmp_path):
@@ -846,7 +847,7 @@ def test_a_run_finds_a_relative_folder_where_it_was_begun(tmp_path, monkeypatch)
     with this_machine() as machine:
         run = create(tmp_path / "run", source, **described(machine, ()))
     monkeypatch.chdir(tmp_path / "there")
-    data = load_data(source.read(Recipe), run.data_folders(()))
+    data = load_data(source.read(Recipe), run.data_folders(()), ANYTHING)
     assert (data.train.read(torch.arange(3))[0] == 10).all()
 
 

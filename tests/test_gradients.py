@@ -1013,10 +1013,8 @@ def test_looking_for_gradient_paths_touches_nothing_that_other_threads_use():
 
 def test_a_parameter_that_is_tried_is_never_changed():
     weight = torch.nn.Parameter(torch.full((N,), 0.5, dtype=DOUBLE))
-    seen = []
 
     def f(z, x):
-        seen.append(weight.data_ptr())
         return torch.tanh(weight.detach() * z) + x
 
     before = weight.detach().clone()
@@ -1024,4 +1022,3 @@ def test_a_parameter_that_is_tried_is_never_changed():
         eq.fixed_point(f, Z0, X.clone().requires_grad_())
     assert torch.equal(weight, before)
     assert weight._version == 0
-    assert len(set(seen)) == 1  # the memory that f sees is its own at every call

@@ -429,8 +429,9 @@ def test_an_error_before_gathering_is_left_as_it_is():
     def f(z, rate):
         raise RuntimeError("the user's own")
 
-    with pytest.raises(RuntimeError, match="^the user's own$"):
+    with pytest.raises(RuntimeError, match="^the user's own") as caught:
         picard(f, None, rates(0.1))
+    assert caught.value.args == ("the user's own",)  # what is known about the call is a note of its own
 
 
 # Trace and callbacks

@@ -245,8 +245,8 @@ def test_a_table_that_is_stopped_shows_what_it_has(tmp_path):
     assert "1 of 2 rows so far." in text
     assert re.search(r"^\| row 1 \| accuracy \| - \| [\d.]+ \|", text, re.M)
     assert "| row 2 |" not in text
-    assert resume_command(text) == "resume runs/two-001"
-    text = run(tmp_path, "resume", "runs/two-001")
+    assert resume_command(text) == "resume runs/two-001 --trust lab_helpers"
+    text = run(tmp_path, *shlex.split(resume_command(text)))
     assert "so far" not in text
     assert "| row 2 |" in text
     text = run(tmp_path, *words, TEST_SIGNALS="loss 2 SIGINT", expect=130)  # in the first

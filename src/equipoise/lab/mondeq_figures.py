@@ -293,7 +293,7 @@ def draw_residuals(axis: Axes, curves: list[dict[str, Any]], tolerance: Toleranc
     for place, numbers in enumerate(curves):
         auto, residuals = numbers["auto"], numbers["residual"]
         name = f"auto = {numbers['alpha']:.2g}" if auto else fraction(numbers["alpha"])
-        ended = numbers["steps"] or (f"{residuals[-1]:.1g} left" if residuals[-1] < torch.inf else "diverges")
+        ended = numbers["steps"] or (f"{residuals[-1]:.1g} left" if residuals[-1] < residuals[0] else "diverges")
         axis.plot(
             range(1, len(residuals) + 1),
             residuals,
