@@ -24,8 +24,8 @@ def units(z: Tensor, image: Tensor) -> Tensor | None:
         return None
     limits = torch.finfo(image.dtype)
     low, high = smallest_exact_norm(image.dtype) / limits.eps, math.sqrt(limits.max) * limits.eps
-    sizes = row_norms(image)
-    if low <= sizes.min().item() and sizes.max().item() <= high:
+    smallest, largest = torch.aminmax(row_norms(image))
+    if low <= smallest.item() and largest.item() <= high:
         return None
     sizes = torch.maximum(largest_entries(image), largest_entries(z))
     unit = torch.where((sizes < low) | (sizes > high), powers_of_two(sizes), 1.0)

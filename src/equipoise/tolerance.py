@@ -67,8 +67,9 @@ def squares_fit(gap: Tensor, scale: Tensor) -> bool:
     """Return whether norms of gaps and images are exact: no square that counts underflowed or overflowed."""
     if not gap.numel():
         return True
-    smallest, largest, image = gap.min().item(), gap.max().item(), scale.max().item()  # NaN is never in range
-    return smallest_exact_norm(gap.dtype) <= smallest and largest < math.inf and image < math.inf
+    smallest, largest = torch.aminmax(gap)  # NaN is never in range
+    fits = smallest_exact_norm(gap.dtype) <= smallest.item() and largest.item() < math.inf
+    return fits and scale.max().item() < math.inf
 
 
 def smallest_exact_norm(dtype: torch.dtype) -> float:

@@ -240,6 +240,9 @@ class Ledger:
         if not squares_fit(gap, scale):
             gap, scale = scaled_row_norms(state.difference()), scaled_row_norms(image)
         residual, claimed = relative_residual(gap, scale), self.residual
+        if self.rounded is None and bool((residual <= torch.add(self.floor, claimed, alpha=1.001)).all()):
+            self.residual = residual  # nothing is worse than it was said to be
+            return 0, False
         finite = torch.isfinite(gap + scale)
         slack = self.tolerance.relative + 2 * self.floor  # a batch of another size may be summed in another order
         reached = self.tolerance.reached(gap, scale, self.unit)
