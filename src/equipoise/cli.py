@@ -329,7 +329,7 @@ def no_such_argument(arguments: Any, words: Sequence[str]) -> str:
 
 
 def meant_keys(arguments: Any, word: str) -> list[str]:
-    """The full keys of the recipe that end in a word; none where the command takes no recipe, or there is none such."""
+    """Return the full keys of the recipe that end in a word; empty if the command takes no recipe or no key does."""
     from equipoise.lab.recipes import RecipeError, full_keys, open_recipe
 
     if not hasattr(arguments, "recipe") or not hasattr(arguments, "changes"):
