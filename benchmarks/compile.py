@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from equipoise.lab.machine import keep_freed_memory
+from equipoise.lab.runs.machine import keep_freed_memory
 from measuring import seconds
 from tables import Row, show
 

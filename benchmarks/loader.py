@@ -14,12 +14,12 @@ from time import perf_counter
 
 import torch
 
-from equipoise.lab.build import build_model, build_optimizer, build_task
 from equipoise.lab.data import TensorSplit
-from equipoise.lab.evaluate import Setting
-from equipoise.lab.loader import batches, seed_everything, training_rows
-from equipoise.lab.machine import Machine
-from equipoise.lab.recipes import Recipe, open_recipe
+from equipoise.lab.recipes.build import build_model, build_optimizer, build_task
+from equipoise.lab.recipes.recipe import Recipe, open_recipe
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import batches, seed_everything, training_rows
+from equipoise.lab.training.evaluate import Setting
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from equipoise.lab.machine import keep_freed_memory
-from equipoise.scope import Scope
+from equipoise.lab.runs.machine import keep_freed_memory
+from equipoise.problem.scope import Scope
 from equipoise.tolerance import row_norms
 from measuring import peak_of, seconds
 from tables import Row, show

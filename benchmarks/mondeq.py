@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import equipoise as eq
-from equipoise.lab.machine import keep_freed_memory
-from equipoise.models.mondeq import MonDEQ
+from equipoise.lab.runs.machine import keep_freed_memory
+from equipoise.models.mondeq.model import MonDEQ
 from plain_mondeq import PlainMonDEQ
 from tables import Row, show
 

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 import equipoise as eq
-from equipoise.lab import checkpoints
 from equipoise.lab.data import DataSet, TensorSplit
-from equipoise.lab.runs import Run
+from equipoise.lab.runs import checkpoints
+from equipoise.lab.runs.folder import Run
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
 
@@ -406,9 +406,6 @@ def serve() -> None:
     """Fork a child for every command read, and tell about those that ended."""
     import torch._dynamo  # noqa: F401 (what training imports later is imported once, here)
 
-    import equipoise.cli
-    import equipoise.lab.schedules
-    import equipoise.lab.sweeps  # noqa: F401
     import lab_helpers
 
     with suppress(ImportError):

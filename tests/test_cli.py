@@ -17,7 +17,7 @@ import torch
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.recipes import Recipe, kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.recipe import Recipe, kind_of, open_recipe, recipe_names
 from official_files import make_cityscapes, make_imagenette
 
 ROOT = Path(__file__).parent.parent
@@ -224,7 +224,7 @@ def test_lists(capsys):
     assert main(["recipes"]) == 0
     assert re.search(r"^core/digits +recipe +core +digits +9,322 ", capsys.readouterr().out, re.M)
     assert main(["recipes", "core/digits"]) == 0
-    assert capsys.readouterr().out == (ROOT / "src/equipoise/recipes/core/digits.toml").read_text()
+    assert capsys.readouterr().out == (ROOT / "src/equipoise/papers/core/digits.toml").read_text()
     assert main(["data", "list"]) == 0
     assert re.search(r"^digits +1437 \+ 360 +scikit-learn", capsys.readouterr().out, re.M)
     assert main(["data", "check", "digits"]) == 0
@@ -364,7 +364,7 @@ def test_a_table_and_a_figure_say_what_they_are_about(tmp_path, capsys, monkeypa
 
 
 def test_the_data_of_all_rows_is_there_before_the_first_is_trained(tmp_path, capsys, monkeypatch):
-    from equipoise.lab.data import places
+    from equipoise.lab.data.files import places
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EQUIPOISE_DATA", raising=False)
@@ -440,8 +440,8 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from equipoise.lab import listing
-    from equipoise.lab.data.sources import Source
+    from equipoise.lab.data.get.sources import Source
+    from equipoise.lab.results import overview as listing
 
     served = tmp_path / "served"
     served.mkdir()
@@ -471,7 +471,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
 def test_predict_reads_images_as_training_does(tmp_path):
     from PIL import Image
 
-    from equipoise.lab.looking import read_image
+    from equipoise.lab.results.predict import read_image
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -545,7 +545,7 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
     import numpy as np
     from PIL import Image
 
-    from equipoise.lab.looking import read_image
+    from equipoise.lab.results.predict import read_image
 
     levels = np.arange(64, dtype=np.float32).reshape(8, 8) * 4
     for name, values in {"unit": levels / 255, "full": levels, "large": levels * 10, "nan": levels * np.nan}.items():

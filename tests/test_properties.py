@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import equipoise as eq
 from corpus import DOUBLE, flatten, generator, per_sample, true_residual, unflatten
-from equipoise.layout import Layout
+from equipoise.problem.layout import Layout
 
 SOLVERS = [
     eq.Picard(),

@@ -10,11 +10,11 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import parser
-from equipoise.lab.build import check
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.recipes import FigureSpec, open_recipe
-from equipoise.lab.reproduce import FIGURES, rows
-from equipoise.models.opteq import SIZES
+from equipoise.lab.recipes.build import check
+from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
+from equipoise.lab.results.reproduce import FIGURES, rows
+from equipoise.models.opteq.model import SIZES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise.lab.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.data import DATA_SETS
-from equipoise.lab.recipes import Where
-from equipoise.lab.reproduce import FIGURES
+from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
+from equipoise.lab.recipes.recipe import Where
+from equipoise.lab.results.reproduce import FIGURES
 from equipoise.models import MODELS, create_model, list_models
 from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS

@@ -19,7 +19,7 @@ from equipoise import command_start  # noqa: F401 (first: it must be there befor
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
-from equipoise.problem import ImpureFunctionWarning
+from equipoise.problem.function import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (
     FISTA,
@@ -41,7 +41,7 @@ from equipoise.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from equipoise import lab, models, operators, tasks
-    from equipoise.lab.loading import load
+    from equipoise.lab.runs.load import load
     from equipoise.models import create_model, list_models
 
 __version__ = "0.1.0"
@@ -92,7 +92,7 @@ __all__ = [
     "watch_solves",
 ]
 
-LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", "load": "equipoise.lab.loading"}
+LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", "load": "equipoise.lab.runs.load"}
 
 
 def __getattr__(name: str) -> Any:

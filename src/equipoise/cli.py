@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
 from equipoise.command_start import imports_are_done
-from equipoise.lab.wording import printable, printable_text
+from equipoise.lab.format import printable, printable_text
 from equipoise.registry import MissingPackage, Trust, UnknownOption, UntrustedName
 
 if TYPE_CHECKING:
-    from equipoise.lab.machine import Machine
-    from equipoise.lab.recipes import Source
-    from equipoise.lab.runs import Run
+    from equipoise.lab.recipes.recipe import Source
+    from equipoise.lab.runs.folder import Run
+    from equipoise.lab.runs.machine import Machine
 
 DEFAULT_RECIPE = "core/digits"
 
@@ -330,7 +330,7 @@ def no_such_argument(arguments: Any, words: Sequence[str]) -> str:
 
 def meant_keys(arguments: Any, word: str) -> list[str]:
     """Return the full keys of the recipe that end in a word; empty if the command takes no recipe or no key does."""
-    from equipoise.lab.recipes import RecipeError, full_keys, open_recipe
+    from equipoise.lab.recipes.recipe import RecipeError, full_keys, open_recipe
 
     if not hasattr(arguments, "recipe") or not hasattr(arguments, "changes"):
         return []
@@ -360,7 +360,7 @@ def sentence(error: Exception) -> str:
 
 
 def machine_of(arguments: Any) -> Any:
-    from equipoise.lab.machine import this_machine
+    from equipoise.lab.runs.machine import this_machine
 
     return this_machine(arguments.device, arguments.threads)
 
@@ -369,10 +369,10 @@ def machine_of(arguments: Any) -> Any:
 
 
 def train(arguments: Any) -> int:
-    from equipoise.lab import recipes as lab_recipes
-    from equipoise.lab.build import check
-    from equipoise.lab.reproduce import shrunk
-    from equipoise.lab.sweeps import train_recipe
+    from equipoise.lab.recipes import recipe as lab_recipes
+    from equipoise.lab.recipes.build import check
+    from equipoise.lab.results.reproduce import shrunk
+    from equipoise.lab.results.sweeps import train_recipe
 
     if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
         arguments.changes = [arguments.recipe, *arguments.changes]
@@ -381,7 +381,7 @@ def train(arguments: Any) -> int:
     source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
     check(source)
     if arguments.report:
-        import equipoise.lab.report  # noqa: F401  (a package that it misses shows now, not after training)
+        import equipoise.lab.results.report  # noqa: F401  (a package that it misses shows now, not after training)
     with machine_of(arguments) as machine:
         if source.budgeted and machine.leads:
             print(f"{'budget ' + arguments.budget:<18}{shrunk([source])}", flush=True)
@@ -392,7 +392,7 @@ def train(arguments: Any) -> int:
 
 
 def require_recipe(source: Source, name: str) -> None:
-    from equipoise.lab.recipes import FigureSpec, RecipeError, Table, kind_of
+    from equipoise.lab.recipes.recipe import FigureSpec, RecipeError, Table, kind_of
 
     verb = {Table: "reproduce", FigureSpec: "figure"}.get(kind_of(source))
     if verb:
@@ -403,7 +403,7 @@ def require_recipe(source: Source, name: str) -> None:
 
 def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
     """Run training; when it is asked to stop, say how to go on."""
-    from equipoise.lab.sweeps import Stopped
+    from equipoise.lab.results.sweeps import Stopped
 
     try:
         work()
@@ -415,8 +415,8 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
 
 
 def resume(arguments: Any) -> int:
-    from equipoise.lab.reproduce import continue_figure, continue_table
-    from equipoise.lab.sweeps import resume_folder, threads_of
+    from equipoise.lab.results.reproduce import continue_figure, continue_table
+    from equipoise.lab.results.sweeps import resume_folder, threads_of
 
     if (arguments.folder / "result.json").is_file():  # of a run, or of a sweep
         print(f"{printable(arguments.folder)} is finished, so that there is nothing to continue; its result:")
@@ -440,7 +440,7 @@ def resume(arguments: Any) -> int:
 
 def evaluate(arguments: Any) -> int:
     from equipoise.lab.files import write_json
-    from equipoise.lab.looking import evaluate_run
+    from equipoise.lab.results.trained import evaluate_run
 
     if arguments.certify:
         return certify(arguments)
@@ -464,8 +464,8 @@ def evaluate(arguments: Any) -> int:
 
 
 def certify(arguments: Any) -> int:
-    from equipoise.lab.certify import certify_run
     from equipoise.lab.files import write_json
+    from equipoise.lab.results.certify import certify_run
 
     if arguments.task:
         raise ValueError("--certify and --task exclude each other: what is certified is classification.")
@@ -511,7 +511,7 @@ def print_solver(solver: dict[str, Any]) -> None:
 
 
 def predict(arguments: Any) -> int:
-    from equipoise.lab.looking import predict_images
+    from equipoise.lab.results.predict import predict_images
 
     code = 0
     with machine_of(arguments) as machine:
@@ -537,7 +537,7 @@ def shown(value: Any) -> str:
 
 
 def segment(arguments: Any) -> None:
-    from equipoise.lab.segment import segment_images
+    from equipoise.lab.results.segment import segment_images
 
     with machine_of(arguments) as machine:
         if not machine.leads:
@@ -552,7 +552,7 @@ def segment(arguments: Any) -> None:
 
 
 def report(arguments: Any) -> None:
-    from equipoise.lab.report import write_report
+    from equipoise.lab.results.report import write_report
 
     with machine_of(arguments) as machine:
         runs = [open_run(arguments, folder) for folder in run_folders(arguments.folders)]
@@ -570,13 +570,13 @@ def run_folders(folders: list[Path]) -> list[Path]:
 
 
 def open_run(arguments: Any, folder: Path | None = None) -> Run:
-    from equipoise.lab import runs as lab_runs
+    from equipoise.lab.runs import folder as lab_runs
 
     return lab_runs.open_run(folder or arguments.folder, arguments.trust)
 
 
 def reproduce(arguments: Any) -> int:
-    from equipoise.lab.reproduce import reproduce_table
+    from equipoise.lab.results.reproduce import reproduce_table
 
     with machine_of(arguments) as machine:
         return to_the_end(
@@ -588,7 +588,7 @@ def reproduce(arguments: Any) -> int:
 
 
 def figure(arguments: Any) -> int:
-    from equipoise.lab.reproduce import draw_figure
+    from equipoise.lab.results.reproduce import draw_figure
 
     with machine_of(arguments) as machine:
         return to_the_end(
@@ -608,7 +608,7 @@ def figure(arguments: Any) -> int:
 
 
 def recipes(arguments: Any) -> None:
-    from equipoise.lab.listing import recipe_rows, recipe_text
+    from equipoise.lab.results.overview import recipe_rows, recipe_text
 
     if arguments.recipe:
         print(recipe_text(arguments.recipe), end="")
@@ -617,7 +617,7 @@ def recipes(arguments: Any) -> None:
 
 
 def runs(arguments: Any) -> None:
-    from equipoise.lab.listing import run_rows
+    from equipoise.lab.results.overview import run_rows
 
     rows = run_rows(arguments.folder)
     if rows:
@@ -630,7 +630,7 @@ def runs(arguments: Any) -> None:
 
 
 def data_list(arguments: Any) -> None:
-    from equipoise.lab.listing import data_rows
+    from equipoise.lab.results.overview import data_rows
 
     rows, hints = data_rows(arguments.data)
     print_table(("name", "samples", "found in", "terms"), rows)
@@ -639,14 +639,14 @@ def data_list(arguments: Any) -> None:
 
 
 def data_get(arguments: Any) -> None:
-    from equipoise.lab.listing import get_data
+    from equipoise.lab.results.overview import get_data
 
     for path in get_data(arguments.name, arguments.to):
         print(printable(path))
 
 
 def data_check(arguments: Any) -> int:
-    from equipoise.lab.listing import check_rows
+    from equipoise.lab.results.overview import check_rows
 
     rows, sound = check_rows(arguments.name, arguments.data)
     print_table(("set", "file", "verdict"), rows)
@@ -654,7 +654,7 @@ def data_check(arguments: Any) -> int:
 
 
 def doctor(arguments: Any) -> int:
-    from equipoise.lab.doctor import examine
+    from equipoise.lab.runs.doctor import examine
 
     return 0 if examine(arguments.data) else 1
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.captures import Substituted
 from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
-from equipoise.gradient_paths import named_sources
-from equipoise.gradients import GradientRule
-from equipoise.independence import other_than
-from equipoise.layout import leaves, rebuild
-from equipoise.problem import FunctionProblem
+from equipoise.gradients.paths import named_sources
+from equipoise.gradients.rules import GradientRule
+from equipoise.problem.captures import Substituted
+from equipoise.problem.function import FunctionProblem
+from equipoise.problem.independence import other_than
+from equipoise.problem.layout import leaves, rebuild
 from equipoise.solution import Result, Solution
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius

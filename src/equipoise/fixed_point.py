@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from equipoise.gradient_paths import named_sources, require_gradient_paths
-from equipoise.gradients import Forward, GradientRule, ImplicitGradient
-from equipoise.independence import warn_of_sequence_first_layers
-from equipoise.layout import leaves, rebuild
-from equipoise.problem import FunctionProblem, autocast_state, require_function
+from equipoise.gradients.paths import named_sources, require_gradient_paths
+from equipoise.gradients.rules import Forward, GradientRule, ImplicitGradient
+from equipoise.problem.function import FunctionProblem, autocast_state, require_function
+from equipoise.problem.independence import warn_of_sequence_first_layers
+from equipoise.problem.layout import leaves, rebuild
 from equipoise.solution import Report, Solution
 from equipoise.solvers import Anderson, Picard, Progress, Solver
 from equipoise.solvers.base import Looks, iterate

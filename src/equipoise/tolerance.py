@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.validation import options, require
+from equipoise.options import options, require
 
 
 @options
@@ -42,7 +42,7 @@ class Tolerance:
 
         Args:
             residual, scale: norms, one per sample, in units of ``unit``.
-            unit: what 1 stands for, one per sample (:mod:`equipoise.rescaled`).
+            unit: what 1 stands for, one per sample (:mod:`equipoise.problem.rescaled`).
         """
         bound = self.relative * scale
         return residual <= (bound + self.absolute / unit if self.absolute else bound)

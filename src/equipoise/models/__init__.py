@@ -13,11 +13,11 @@ MODELS = Registry(
     "model",
     {
         "conv-equilibrium": "equipoise.models.conv_equilibrium:ConvEquilibrium",
-        "mondeq": "equipoise.models.mondeq:MonDEQ",
-        "mdeq": "equipoise.models.mdeq:MDEQ",
-        "opteq": "equipoise.models.opteq:OptEq",
-        "popteq": "equipoise.models.opteq:POptEq",
-        "mopteq": "equipoise.models.opteq:MOptEq",
+        "mondeq": "equipoise.models.mondeq.model:MonDEQ",
+        "mdeq": "equipoise.models.mdeq.model:MDEQ",
+        "opteq": "equipoise.models.opteq.model:OptEq",
+        "popteq": "equipoise.models.opteq.model:POptEq",
+        "mopteq": "equipoise.models.opteq.model:MOptEq",
     },
     nn.Module,
 )

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.models.normalize import Normalize
+from equipoise.models.parts.normalize import Normalize
+from equipoise.options import require_images
 from equipoise.stability import SpectralNorm
-from equipoise.validation import require_images
 
 
 class Cell(nn.Module):

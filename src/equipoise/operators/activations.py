@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.layout import inverse
+from equipoise.options import options, require
+from equipoise.problem.layout import inverse
 from equipoise.registry import unknown
-from equipoise.validation import options, require
 
 
 class ProximalActivation(ABC):

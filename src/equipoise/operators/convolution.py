@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.norms import operator_norm_bound
 from equipoise.operators.base import (
     RAW_ONE,
     MonotoneOperator,
@@ -21,7 +20,8 @@ from equipoise.operators.base import (
     unit,
 )
 from equipoise.operators.spectrum import images, memory, real, spectrum
-from equipoise.scope import once_per_solve
+from equipoise.problem.scope import once_per_solve
+from equipoise.stability.norms import operator_norm_bound
 
 KERNEL = 3
 BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)

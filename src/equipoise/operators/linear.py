@@ -18,7 +18,7 @@ from equipoise.operators.base import (
     spectral_norm,
     unit,
 )
-from equipoise.scope import once_per_solve
+from equipoise.problem.scope import once_per_solve
 
 
 class MonotoneLinear(MonotoneOperator):

@@ -34,7 +34,7 @@ from equipoise.operators.convolution import (
     resolved,
 )
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
-from equipoise.scope import once_per_solve
+from equipoise.problem.scope import once_per_solve
 
 STRIDE = 2
 

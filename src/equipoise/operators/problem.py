@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.layout import Layout, is_zero, leaves, rebuild
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
 from equipoise.operators.spectrum import images, in_transform, memory
-from equipoise.scope import Scope
+from equipoise.problem.layout import Layout, is_zero, leaves, rebuild
+from equipoise.problem.scope import Scope
 from equipoise.solvers.structure import Splitting
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from equipoise.layout import BATCH_LAST, inverse
+from equipoise.problem.layout import BATCH_LAST, inverse
 
 ORDER = BATCH_LAST[4]
 

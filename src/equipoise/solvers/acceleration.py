@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.layout import select
+from equipoise.problem.layout import select
 from equipoise.solvers.anderson import Anderson
 from equipoise.tolerance import row_norms
 

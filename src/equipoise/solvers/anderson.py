@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.problem import Problem
+from equipoise.options import options, require
+from equipoise.problem.function import Problem
 from equipoise.solvers.base import GapState, Solver
 from equipoise.tolerance import row_norms
-from equipoise.validation import options, require
 
 
 @dataclass

@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from equipoise.independence import mixes_samples
-from equipoise.layout import select
-from equipoise.problem import Problem, autocast_state
-from equipoise.rescaled import Rescaled, units
+from equipoise.problem.function import Problem, autocast_state
+from equipoise.problem.independence import mixes_samples
+from equipoise.problem.layout import select
+from equipoise.problem.rescaled import Rescaled, units
 from equipoise.solution import Result, Statistics
 from equipoise.tolerance import (
     Tolerance,

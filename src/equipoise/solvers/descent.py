@@ -3,7 +3,7 @@
 Where f(z) = W^T s(W h(z) + x) with s = prox_F, a fixed point is a stationary point of G(y) = F(y) + S(y), z = W^T y,
 and the gradient of S at y is y - (W h(z) + x). So f is a proximal gradient step of length 1 on G: here its length is
 chosen, and G is watched. An f shows this by its methods ``preactivation(z, *inputs)``, ``lower(y)``,
-``energy(y, z, *inputs)`` and its proximal ``activation``; see :class:`equipoise.models.branches.Branches`.
+``energy(y, z, *inputs)`` and its proximal ``activation``; see :class:`equipoise.models.opteq.branches.Branches`.
 
 P. Tseng, S. Yun, "A coordinate gradient descent method for nonsmooth separable minimization" (2009); A. Beck,
 M. Teboulle, "A fast iterative shrinkage-thresholding algorithm for linear inverse problems" (2009); B. O'Donoghue,
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.layout import leaves, rebuild
-from equipoise.problem import FunctionProblem, Problem
+from equipoise.options import options, require
+from equipoise.problem.function import FunctionProblem, Problem
+from equipoise.problem.layout import leaves, rebuild
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State
-from equipoise.validation import options, require
 
 NEEDED = ("preactivation", "lower", "energy", "activation")
 SUFFICIENT = 1e-4  # of the decrease that the step would bring if G were as flat as it is convex (Armijo)

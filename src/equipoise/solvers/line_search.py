@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from equipoise.problem import Problem
+from equipoise.problem.function import Problem
 from equipoise.solvers.base import GapState, evaluated
 from equipoise.tolerance import row_norms
 

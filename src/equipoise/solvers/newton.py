@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from equipoise.problem import Problem
+from equipoise.options import options, require
+from equipoise.problem.function import Problem
 from equipoise.solvers.base import GapState, Solver, solve
 from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.line_search import backtrack
 from equipoise.tolerance import Tolerance, row_norms
-from equipoise.validation import options, require
 
 
 class Linearised(Problem):

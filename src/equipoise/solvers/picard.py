@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from equipoise.problem import Problem
+from equipoise.options import options, require
+from equipoise.problem.function import Problem
 from equipoise.solvers.base import Solver, State
-from equipoise.validation import options, require
 
 
 @options

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.layout import is_zero
-from equipoise.problem import Problem
+from equipoise.options import options, require
+from equipoise.problem.function import Problem
+from equipoise.problem.layout import is_zero
 from equipoise.solvers.acceleration import Acceleration
 from equipoise.solvers.base import Solver, State
 from equipoise.solvers.structure import Splitting
-from equipoise.validation import options, require
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from equipoise.layout import Layout, is_zero, leaves, select
-from equipoise.scope import Scope
+from equipoise.problem.layout import Layout, is_zero, leaves, select
+from equipoise.problem.scope import Scope
 from equipoise.solvers.base import Solver
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from equipoise.models.branches import Branches
-from equipoise.models.ring import Images, Ring, heritage
+from equipoise.models.opteq.branches import Branches
+from equipoise.models.opteq.ring import Images, Ring, heritage
+from equipoise.options import require
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
-from equipoise.validation import require
 
 
 class AugmentedClassification(Classification):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from equipoise.options import require
 from equipoise.tasks.augmentation import flip, shift
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.drawing import confusion_figure
-from equipoise.validation import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.fixed_point import watch_solves
-from equipoise.models.modes import evaluating, exact_gradients
+from equipoise.models.parts.temporary import evaluating, exact_gradients
+from equipoise.options import options, require
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import Classification
-from equipoise.validation import options, require
 
 ATTACKS = Registry(
     "attack",

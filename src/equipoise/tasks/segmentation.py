@@ -13,10 +13,10 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from equipoise.options import require
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.drawing import class_colors, confusion_figure, in_three_colors, overlay
-from equipoise.validation import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

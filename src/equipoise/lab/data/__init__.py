@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.lab.data.base import FACTS, Batch, DataSet, FileSplit, Split, Subset, TensorSplit
-from equipoise.lab.data.listing import available, check
-from equipoise.lab.data.places import MissingData, Places, cache_folder, search_path
+from equipoise.lab.data.files.places import MissingData, Places, cache_folder, search_path
+from equipoise.lab.data.inventory import available, check
 from equipoise.registry import MissingPackage, Registry, call
 
 __all__ = [
@@ -32,19 +32,19 @@ __all__ = [
 DATA_SETS = Registry(
     "data set",
     {
-        "digits": "equipoise.lab.data.arrays:digits",
-        "mnist": "equipoise.lab.data.idx:mnist",
-        "fashion-mnist": "equipoise.lab.data.idx:fashion_mnist",
-        "cifar10": "equipoise.lab.data.cifar:cifar10",
-        "cifar100": "equipoise.lab.data.cifar:cifar100",
-        "svhn": "equipoise.lab.data.arrays:svhn",
-        "omniglot": "equipoise.lab.data.folders:omniglot",
-        "celeba": "equipoise.lab.data.folders:celeba",
-        "imagenette": "equipoise.lab.data.folders:imagenette",
-        "imagenet": "equipoise.lab.data.folders:imagenet",
-        "image-folder": "equipoise.lab.data.folders:image_folder",
-        "camvid": "equipoise.lab.data.scenes:camvid",
-        "cityscapes": "equipoise.lab.data.scenes:cityscapes",
+        "digits": "equipoise.lab.data.sets.arrays:digits",
+        "mnist": "equipoise.lab.data.sets.idx:mnist",
+        "fashion-mnist": "equipoise.lab.data.sets.idx:fashion_mnist",
+        "cifar10": "equipoise.lab.data.sets.cifar:cifar10",
+        "cifar100": "equipoise.lab.data.sets.cifar:cifar100",
+        "svhn": "equipoise.lab.data.sets.arrays:svhn",
+        "omniglot": "equipoise.lab.data.sets.folders:omniglot",
+        "celeba": "equipoise.lab.data.sets.folders:celeba",
+        "imagenette": "equipoise.lab.data.sets.folders:imagenette",
+        "imagenet": "equipoise.lab.data.sets.folders:imagenet",
+        "image-folder": "equipoise.lab.data.sets.folders:image_folder",
+        "camvid": "equipoise.lab.data.sets.scenes:camvid",
+        "cityscapes": "equipoise.lab.data.sets.scenes:cityscapes",
     },
     DataSet,
     functions=True,

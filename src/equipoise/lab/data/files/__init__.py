@@ -1,0 +1,1 @@
+"""Finding data files and reading them within limits."""

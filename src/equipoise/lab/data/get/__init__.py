@@ -1,0 +1,1 @@
+"""Downloading data sets and unpacking them."""

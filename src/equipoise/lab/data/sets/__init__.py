@@ -1,0 +1,1 @@
+"""Data sets, one reader per file format."""

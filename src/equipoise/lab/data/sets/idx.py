@@ -1,0 +1,54 @@
+"""MNIST and the sets in its format: IDX files, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from equipoise.lab.data.base import DataSet
+from equipoise.lab.data.files.limits import LIMITS, read_exactly
+from equipoise.lab.data.files.places import Places
+from equipoise.lab.data.sets.arrays import DIGITS, checked, classified
+
+GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+def mnist(places: Places) -> DataSet:
+    """Handwritten digits, 28x28 grey."""
+    train, test = [part(places, "train", DIGITS)], [part(places, "t10k", DIGITS)]
+    return classified(places, train, test, DIGITS, mean=(0.1307,), std=(0.3081,))
+
+
+def fashion_mnist(places: Places) -> DataSet:
+    """Garments, 28x28 grey."""
+    train, test = [part(places, "train", GARMENTS)], [part(places, "t10k", GARMENTS)]
+    return classified(places, train, test, GARMENTS, mean=(0.2860,), std=(0.3530,))
+
+
+def part(places: Places, name: str, class_names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """The images in one file and the labels in another."""
+    path, images = array(places, f"{name}-images-idx3-ubyte", dimensions=3)
+    _, labels = array(places, f"{name}-labels-idx1-ubyte", dimensions=1)
+    return checked(places, path, images.unsqueeze(1), labels, class_names)
+
+
+def array(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:
+    """A file and the array in it: 0, 0, 8 (for bytes), the number of dimensions, each of them, then the bytes."""
+    path = places.file(f"{name}.gz", name)
+    with places.reading(path):
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if compressed else path.open("rb") as file:
+            start = file.read(4 + 4 * dimensions)
+            if start[:4] != bytes((0, 0, 8, dimensions)) or len(start) < 4 + 4 * dimensions:
+                raise ValueError(f"it begins with the bytes {start[:4].hex(' ')}, not with 00 00 08 {dimensions:02x}")
+            shape = struct.unpack(f">{dimensions}I", start[4:])
+            size, most = math.prod(shape), LIMITS.in_memory(path) if compressed else LIMITS.memory
+            if size > most:
+                raise ValueError(f"its header promises {size:,} bytes; at most {most:,} are read from a file like it")
+            return path, torch.frombuffer(read_exactly(file, size), dtype=torch.uint8).view(shape)

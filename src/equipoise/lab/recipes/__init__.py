@@ -1,0 +1,1 @@
+"""Recipes: their schema, reading them from TOML with line numbers, building objects from them."""

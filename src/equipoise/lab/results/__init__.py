@@ -1,0 +1,1 @@
+"""What a trained run is good for: reports, tables, figures, certificates, predictions."""

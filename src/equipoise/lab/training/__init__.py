@@ -1,0 +1,1 @@
+"""Training a model by a recipe, and measuring it."""

@@ -1,0 +1,1 @@
+"""MDEQ: multiscale deep equilibrium models (Bai, Koltun and Kolter 2020)."""

@@ -1,0 +1,1 @@
+"""monDEQ: monotone operator equilibrium networks (Winston and Kolter 2020)."""

@@ -1,0 +1,1 @@
+"""Recipes of the library itself, which belong to no paper."""
