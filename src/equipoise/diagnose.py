@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
-from equipoise.gradients.paths import named_sources
-from equipoise.gradients.rules import GradientRule
-from equipoise.problem.captures import Substituted
-from equipoise.problem.function import FunctionProblem
-from equipoise.problem.independence import other_than
-from equipoise.problem.layout import leaves, rebuild
+from equipoise.gradients import GradientRule
+from equipoise.problem.captures import Substituted, named_sources, other_than
+from equipoise.problem.layout import leaves, rebuild, residual_at
+from equipoise.problem.problem import FunctionProblem
 from equipoise.solution import Result, Solution
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius
-from equipoise.tolerance import Tolerance, residual_at
+from equipoise.tolerance import Tolerance
 
 LONG = Tolerance(max_steps=200)
 LOOKED_AT = 8  # failed samples examined closely; the Jacobian is probed for each

@@ -28,8 +28,7 @@ from equipoise import operators as ops
 from equipoise.operators import capacity
 from equipoise.operators.base import Factorisation
 from equipoise.operators.spectrum import spectrum
-from equipoise.problem.layout import is_zero
-from equipoise.tolerance import row_distances
+from equipoise.problem.layout import is_zero, row_distances
 
 SIZES = [
     (1, None),

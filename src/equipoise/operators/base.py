@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.operators.capacity import require_memory
-from equipoise.problem.function import autocast_state
 from equipoise.problem.layout import leaves, rebuild
+from equipoise.problem.problem import autocast_state
 
 PRECISIONS = (torch.float32, torch.float64)  # narrower numbers are too coarse to factorise in
 RAW_ONE = math.log(math.e - 1)  # softplus of it is 1

@@ -12,8 +12,9 @@ from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
 from equipoise.operators.spectrum import images, in_transform, memory
+from equipoise.operators.splitting import MonotoneSplitting
 from equipoise.problem.layout import Layout, is_zero, leaves, rebuild
-from equipoise.problem.scope import Scope
+from equipoise.problem.problem import FunctionProblem, Structure
 from equipoise.solvers.structure import Splitting
 
 
@@ -89,14 +90,17 @@ class MonotoneProblem(nn.Module):
         full = [given[i] if i < len(given) else torch.zeros_like(part) for i, part in enumerate(parts)]
         return [arranged(b.to(part.dtype)) + nothing for part, b in zip(parts, full, strict=True)]
 
-    def splitting(self, layout: Layout, scope: Scope, bias: Any) -> Splitting:
-        """The structure of this f within a solve, on rows."""
-        given = [part for _, part in leaves(bias, "bias")]
+    def structure(self, kind: type[Structure], problem: FunctionProblem) -> Structure | None:
+        """Return what the splitting solvers see of this f within a solve."""
+        if kind is not Splitting:
+            return None
+        layout = problem.layout
+        given = [part for _, part in leaves(problem.inputs[0], "bias")]
         missing = [
             given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
         ]
         rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
-        return Splitting(self.operator, OnRows(self.activation, self.mask(layout, rows)), rows, layout, scope)
+        return MonotoneSplitting(self.operator, OnRows(self.activation, self.mask(layout, rows)), rows, problem)
 
     def mask(self, layout: Layout, like: Tensor) -> Tensor | None:
         """0 where the border is and 1 elsewhere, as a row; None without a border."""
@@ -133,9 +137,6 @@ class OnRows:
         if self.mask is None:
             return found
         return found * self.mask if found.requires_grad else found.mul_(self.mask)
-
-    def take(self, rows: Tensor) -> OnRows:
-        return self
 
 
 def arranged(part: Tensor) -> Tensor:

@@ -1,35 +1,18 @@
 """A problem in units of its own, for rows whose numbers are too small or too large to be squared.
 
 Solvers form inner products. In float32 those of numbers below 1e-19 or above 1e19 underflow or overflow, so that a loss
-scaled by 1e-23 would get no gradient. Every row is therefore divided by a power of two about as large as it is, which
-is exact: z = f(z) and y = f(u y) / u with z = u y have the same solutions and the same relative residuals.
+scaled by 1e-23 would get no gradient. Every row is therefore divided by a power of two of its size, which is exact:
+z = f(z) and y = f(u y) / u with z = u y have the same solutions and the same relative residuals.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from equipoise.problem.function import Problem
-from equipoise.tolerance import largest_entries, powers_of_two, row_norms, smallest_exact_norm
-
-
-def units(z: Tensor, image: Tensor) -> Tensor | None:
-    """Return what every row should be divided by, None in the ordinary case: no row needs it."""
-    if not image.numel():
-        return None
-    limits = torch.finfo(image.dtype)
-    low, high = smallest_exact_norm(image.dtype) / limits.eps, math.sqrt(limits.max) * limits.eps
-    smallest, largest = torch.aminmax(row_norms(image))
-    if low <= smallest.item() and largest.item() <= high:
-        return None
-    sizes = torch.maximum(largest_entries(image), largest_entries(z))
-    unit = torch.where((sizes < low) | (sizes > high), powers_of_two(sizes), 1.0)
-    return None if bool((unit == 1).all()) else unit
+from equipoise.problem.problem import Problem
 
 
 class Rescaled(Problem):
@@ -63,7 +46,7 @@ class Rescaled(Problem):
 
     @property
     def coarse(self) -> bool:
-        return True  # what is small in these units may vanish in the others
+        return True  # a number that is small in these units may vanish in the original ones
 
     @property
     def rounding(self) -> float:

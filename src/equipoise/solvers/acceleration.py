@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.problem.layout import select
+from equipoise.problem.layout import row_norms, select
 from equipoise.solvers.anderson import Anderson
-from equipoise.tolerance import row_norms
 
 ENOUGH = 0.99  # an accelerated point is kept if its gap is below this fraction of the last one kept
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.problem.layout import row_norms
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import GapState, Solver
-from equipoise.tolerance import row_norms
 
 
 @dataclass

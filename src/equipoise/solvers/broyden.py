@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from equipoise.options import options, require
-from equipoise.problem.function import Problem
-from equipoise.solvers.base import GapState, Solver
-from equipoise.solvers.line_search import backtrack
+from equipoise.problem.problem import Problem
+from equipoise.solvers.base import GapState, Solver, backtrack
 
 
 @dataclass

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from equipoise.options import options, require
-from equipoise.problem.function import Problem
-from equipoise.solvers.base import GapState, Solver, solve
+from equipoise.problem.layout import row_norms
+from equipoise.problem.problem import Problem
+from equipoise.solvers.base import GapState, Solver, backtrack
 from equipoise.solvers.krylov import GMRES, BiCGStab
-from equipoise.solvers.line_search import backtrack
-from equipoise.tolerance import Tolerance, row_norms
+from equipoise.solvers.loop import solve
+from equipoise.tolerance import Tolerance
 
 
 class Linearised(Problem):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import Solver, State
 
 

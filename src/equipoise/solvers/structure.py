@@ -1,18 +1,13 @@
-"""What splitting solvers see of a problem: z = s(W z + b) on rows, its resolvents, its backward pass of that form too.
-
-E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), theorems 1 and 3.
-"""
+"""The two structures of f that solvers can work with, as an f shows them on rows: a splitting, and an objective."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Protocol
+from abc import abstractmethod
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from equipoise.problem.layout import Layout, is_zero, leaves, select
-from equipoise.problem.scope import Scope
+from equipoise.problem.problem import Structure
 from equipoise.solvers.base import Solver
 
 
@@ -23,136 +18,86 @@ class Prox(Protocol):
     def prox(self, x: Tensor, alpha: float, /) -> Tensor: ...
     def reflect(self, x: Tensor, alpha: float, /) -> Tensor: ...  # 2 prox - identity
     def derivative(self, x: Tensor, /) -> Tensor: ...
-    def take(self, rows: Tensor, /) -> Prox: ...
 
 
-class Diagonal:
-    """x -> slope x with 0 <= slope <= 1: s linearised. slope = (1 + D)^-1, f(z) = D z^2 / 2 (theorem 3)."""
+class Bounds(Protocol):
+    """Sizes of I - W, from which step sizes are derived."""
 
-    def __init__(self, slope: Tensor):
-        self.slope = slope
-        self.factors: dict[float, Tensor] = {}  # of reflections, which are asked for again and again
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.slope * x
-
-    def prox(self, x: Tensor, alpha: float) -> Tensor:
-        """x / (1 + alpha D), which is 0 where D is infinite; algorithms 3 and 4 print it wrongly."""
-        return x * self.shrinking(alpha)
-
-    def shrinking(self, alpha: float) -> Tensor:
-        if alpha == 1:
-            return self.slope
-        return self.slope / torch.add(alpha, self.slope, alpha=1 - alpha)  # slope + alpha (1 - slope)
-
-    def reflect(self, x: Tensor, alpha: float) -> Tensor:
-        if alpha not in self.factors:
-            self.factors[alpha] = (2 * self.shrinking(alpha)).sub_(1)
-        return x * self.factors[alpha]
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return self.slope
-
-    def take(self, rows: Tensor) -> Diagonal:
-        taken = Diagonal(select(self.slope, rows))
-        taken.factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
-        return taken
+    @property
+    def m(self) -> float: ...
+    def lipschitz_bound(self) -> float: ...
+    def typical_size(self) -> float: ...
 
 
-class Known(torch.autograd.Function):
-    """W z + b, known already, with its gradients: that of b, and those of the tensors from which W z is made."""
+class Splitting(Structure):
+    """f(z) = s(W z + b), for the splitting solvers.
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, layout: Layout, pulls: Any, bias: Tensor, *products: Tensor) -> Tensor:
-        ctx.layout, ctx.pulls = layout, pulls
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        (cotangent,) = cotangents
-        parts = leaves(ctx.layout.unpack(cotangent), "cotangent")
-        pulled = (pull(part) for pull, (_, part) in zip(ctx.pulls, parts, strict=True))
-        return None, None, None, cotangent, *pulled
-
-
-class Transposed:
-    """An operator or a resolvent with its adjoint in its place."""
-
-    def __init__(self, operator: Any):
-        self.operator = operator
-        self.adjoint = operator
-
-    def __call__(self, z: Any) -> Any:
-        return self.operator.adjoint(z)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.operator, name)  # m and norms are those of the operator
-
-    def resolvent(self, alpha: float) -> Transposed:
-        return Transposed(self.operator.resolvent(alpha))
-
-
-class Splitting:
-    """z = s(W z + b) on rows, as splitting solvers see it.
-
-    Args:
-        operator: W, an :class:`equipoise.operators.MonotoneOperator` or the like of it.
-        activation: s on rows.
-        bias: b as rows.
-        layout: how rows and values correspond.
-        scope: of the solve, in which weights are derived once.
+    Attributes:
+        bounds: sizes of I - W.
+        activation: s.
+        bias: b.
+        alphas: step size of each solver, shared with the adjoint.
     """
 
-    def __init__(self, operator: Any, activation: Prox, bias: Tensor, layout: Layout, scope: Scope):
-        self.operator, self.activation, self.bias = operator, activation, bias
-        self.layout, self.scope = layout, scope
-        self.resolvents: dict[float, Any] = {}
-        self.alphas: dict[Solver, float] = {}  # the step of each solver
+    requirement = "f(z) = s(W z + b), such as equipoise.operators.MonotoneProblem(operator, activation)"
 
-    def product(self, rows: Tensor) -> Tensor:
-        """W z."""
-        with self.scope.entered():
-            return self.layout.pack(self.operator(self.layout.unpack(rows)))
+    bounds: Bounds
+    activation: Prox
+    bias: Tensor
+    alphas: dict[Solver, float]
 
-    def recorded(self, rows: Tensor, pre: Tensor) -> Tensor:
-        """``pre`` = W z + b, known already, in the graph of the weights and of b."""
-        with self.scope.entered(), torch.enable_grad():
-            parts = self.operator.recorded(self.layout.unpack(rows))
-            values, pulls = zip(*parts, strict=True)
-            return Known.apply(pre, self.layout, pulls, self.bias, *values)  # type: ignore[no-any-return]
-
-    def product_adjoint(self, rows: Tensor) -> Tensor:
-        """W^T z."""
-        with self.scope.entered():
-            return self.layout.pack(self.operator.adjoint(self.layout.unpack(rows)))
-
+    @abstractmethod
     def preactivation(self, rows: Tensor) -> Tensor:
-        """W z + b; without a product at 0, where nearly every solve starts."""
-        return self.bias if is_zero(rows) else self.product(rows) + self.bias
+        """Return W z + b."""
 
+    @abstractmethod
+    def recorded(self, rows: Tensor, pre: Tensor) -> Tensor:
+        """Return ``pre`` = W z + b, already known, with the graph of the weights and of b."""
+
+    @abstractmethod
+    def product_adjoint(self, rows: Tensor) -> Tensor:
+        """Return W^T z."""
+
+    @abstractmethod
     def solve(self, rows: Tensor, alpha: float) -> Tensor:
-        """(I + alpha (I - W))^-1 z."""
-        if alpha not in self.resolvents:
-            self.resolvents[alpha] = self.operator.resolvent(alpha)
-        return self.layout.pack(self.resolvents[alpha](self.layout.unpack(rows)))
+        """Return (I + alpha (I - W))^-1 z."""
 
-    def take(self, rows: Tensor, scope: Scope) -> Splitting:
-        """The same for some samples."""
-        taken = copy.copy(self)
-        taken.scope, taken.bias, taken.activation = scope, select(self.bias, rows), self.activation.take(rows)
-        return taken
-
+    @abstractmethod
     def adjoint(self, pre: Tensor, cotangent: Tensor) -> Splitting:
-        """The backward pass as a splitting problem of the same form (theorem 3).
+        """Return the backward pass at ``pre`` = W z + b as a splitting (Winston and Kolter 2020, theorem 3).
 
         (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
         """
-        slope = Diagonal(self.activation.derivative(pre))
-        found = Splitting(Transposed(self.operator), slope, cotangent, self.layout, self.scope)
-        found.alphas = self.alphas
-        found.resolvents = {alpha: Transposed(resolvent) for alpha, resolvent in self.resolvents.items()}
-        return found
 
+    @abstractmethod
     def share(self, earlier: Splitting) -> None:
-        """Go on with the steps and factorisations of an earlier solve: weights may be others by now."""
-        self.alphas, self.resolvents = earlier.alphas, earlier.resolvents
+        """Adopt the step sizes and factorisations of an earlier solve."""
+
+
+class Objective(Structure):
+    """f(z) = W^T s(W h(z) + x) with s = prox_F, for the descent solvers.
+
+    A fixed point is a stationary point of G(y) = F(y) + S(y), z = W^T y; the gradient of S is y - (W h(z) + x).
+    """
+
+    requirement = "an f that minimises an objective, such as the cell of an OptEq, POptEq or MOptEq"
+
+    @abstractmethod
+    def preactivation(self, z: Tensor) -> Tensor:
+        """Return W h(z) + x; counts as an evaluation of f."""
+
+    @abstractmethod
+    def lower(self, y: Tensor) -> Tensor:
+        """Return z = W^T y."""
+
+    @abstractmethod
+    def response(self, pre: Tensor) -> Tensor:
+        """Return s; f(z) is W^T of it."""
+
+    @abstractmethod
+    def prox(self, rows: Tensor, steps: Tensor) -> Tensor:
+        """Return prox_F with the step size of each sample."""
+
+    @abstractmethod
+    def value(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return G of each sample."""

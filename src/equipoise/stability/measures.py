@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.gradients.implicit import gradients, isolated, recorded
 from equipoise.options import require_number
-from equipoise.problem.function import FunctionProblem
+from equipoise.problem.problem import FunctionProblem
 
 
 def jacobian_penalty(

@@ -883,7 +883,7 @@ def test_names_are_found_beside_the_recipe(tmp_path, monkeypatch):
         ("task", "odd_things:number", "it must be a class derived from equipoise.tasks.base.Task."),
         ("optimizer", "odd_things:Thing", "it must be a class derived from torch.optim.optimizer.Optimizer."),
         ("solver", "odd_things:Thing", "it must be a class derived from equipoise.solvers.base.Solver."),
-        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.rules.GradientRule."),
+        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.base.GradientRule."),
     ],
 )
 def test_things_of_another_kind_are_refused_on_their_line(write, part, name, words):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.gradients.rules import GradientRule
+from equipoise.gradients import GradientRule
 from equipoise.lab.data import DATA_SETS, FACTS
 from equipoise.lab.recipes.recipe import Named, Recipe, RecipeError, Source, Where
 from equipoise.models import MODELS
@@ -54,9 +54,9 @@ BACKWARD_SOLVERS = Registry(  # the backward problem is linear
 GRADIENTS = Registry(
     "gradient",
     {
-        "implicit": "equipoise.gradients.rules:ImplicitGradient",
-        "phantom": "equipoise.gradients.rules:PhantomGradient",
-        "unrolled": "equipoise.gradients.rules:UnrolledGradient",
+        "implicit": "equipoise.gradients:ImplicitGradient",
+        "phantom": "equipoise.gradients:PhantomGradient",
+        "unrolled": "equipoise.gradients:UnrolledGradient",
     },
     GradientRule,
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium, watch_solves
-from equipoise.gradients.rules import ImplicitGradient
+from equipoise.gradients import ImplicitGradient
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.results.figures import (
     BLUE,
