@@ -1,7 +1,5 @@
 """The two structures of f that solvers can work with, as an f shows them on rows: a splitting, and an objective."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Protocol
 
@@ -32,46 +30,35 @@ class Bounds(Protocol):
 class Splitting(Structure):
     """f(z) = s(W z + b), for the splitting solvers.
 
+    The backward pass at z is a splitting too (E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020),
+    theorem 3): (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b). W is transposed, s linearised, and
+    v is the bias.
+
     Attributes:
         bounds: sizes of I - W.
         activation: s.
         bias: b.
-        alphas: step size of each solver, shared with the adjoint.
+        alphas: step size of each solver, shared with the backward pass.
     """
 
     requirement = "f(z) = s(W z + b), such as equipoise.operators.MonotoneProblem(operator, activation)"
-
     bounds: Bounds
     activation: Prox
     bias: Tensor
     alphas: dict[Solver, float]
 
     @abstractmethod
-    def preactivation(self, rows: Tensor) -> Tensor:
-        """Return W z + b."""
-
+    def preactivation(self, rows: Tensor) -> Tensor: ...  # W z + b
     @abstractmethod
-    def recorded(self, rows: Tensor, pre: Tensor) -> Tensor:
-        """Return ``pre`` = W z + b, already known, with the graph of the weights and of b."""
-
+    def product_adjoint(self, rows: Tensor) -> Tensor: ...  # W^T z
     @abstractmethod
-    def product_adjoint(self, rows: Tensor) -> Tensor:
-        """Return W^T z."""
-
+    def solve(self, rows: Tensor, alpha: float) -> Tensor: ...  # (I + alpha (I - W))^-1 z
     @abstractmethod
-    def solve(self, rows: Tensor, alpha: float) -> Tensor:
-        """Return (I + alpha (I - W))^-1 z."""
-
+    def recorded(self, rows: Tensor, pre: Tensor) -> Tensor: ...  # W z + b = pre with the graph of W and b
     @abstractmethod
-    def adjoint(self, pre: Tensor, cotangent: Tensor) -> Splitting:
-        """Return the backward pass at ``pre`` = W z + b as a splitting (Winston and Kolter 2020, theorem 3).
-
-        (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
-        """
-
+    def adjoint(self, pre: Tensor, cotangent: Tensor) -> "Splitting": ...  # the backward pass
     @abstractmethod
-    def share(self, earlier: Splitting) -> None:
-        """Adopt the step sizes and factorisations of an earlier solve."""
+    def share(self, earlier: "Splitting") -> None: ...  # adopt step sizes and factorisations
 
 
 class Objective(Structure):
@@ -83,21 +70,12 @@ class Objective(Structure):
     requirement = "an f that minimises an objective, such as the cell of an OptEq, POptEq or MOptEq"
 
     @abstractmethod
-    def preactivation(self, z: Tensor) -> Tensor:
-        """Return W h(z) + x; counts as an evaluation of f."""
-
+    def preactivation(self, z: Tensor) -> Tensor: ...  # W h(z) + x; counts as an evaluation of f
     @abstractmethod
-    def lower(self, y: Tensor) -> Tensor:
-        """Return z = W^T y."""
-
+    def lower(self, y: Tensor) -> Tensor: ...  # z = W^T y
     @abstractmethod
-    def response(self, pre: Tensor) -> Tensor:
-        """Return s; f(z) is W^T of it."""
-
+    def response(self, pre: Tensor) -> Tensor: ...  # s; f(z) is W^T of it
     @abstractmethod
-    def prox(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Return prox_F with the step size of each sample."""
-
+    def prox(self, rows: Tensor, steps: Tensor) -> Tensor: ...  # prox_F with the step size of each sample
     @abstractmethod
-    def value(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return G of each sample."""
+    def value(self, y: Tensor, z: Tensor) -> Tensor: ...  # G of each sample
