@@ -1,8 +1,6 @@
 """When a sample is solved."""
 
-from __future__ import annotations
-
-from equipoise.options import options, require
+from equipoise.options import option, options
 
 
 @options
@@ -20,13 +18,7 @@ class Tolerance:
         >>> eq.Tolerance(relative=1e-6, max_steps=200)
     """
 
-    relative: float = 1e-4
-    absolute: float = 0.0
-    max_steps: int = 50
-    patience: int | None = 30
-
-    def __post_init__(self) -> None:
-        require(self, "relative", at_least=0.0)
-        require(self, "absolute", at_least=0.0)
-        require(self, "max_steps", at_least=1, whole=True)
-        require(self, "patience", at_least=1, whole=True, optional=True)
+    relative: float = option(default=1e-4, at_least=0.0)
+    absolute: float = option(default=0.0, at_least=0.0)
+    max_steps: int = option(default=50, at_least=1, whole=True)
+    patience: int | None = option(default=30, at_least=1, whole=True, optional=True)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from equipoise.gradients.base import GradientRule
-from equipoise.options import options, require
+from equipoise.options import option, options
 from equipoise.problem.captures import captured_tensors, edges, require_gradient_paths
 from equipoise.problem.compiled import DYNAMO, require_buffers
 from equipoise.problem.independence import NOT_A_FUNCTION
 from equipoise.problem.layout import leaves, residual_at
-from equipoise.problem.problem import AnyStructure, Count, FunctionProblem, ImpureFunctionWarning, Problem
+from equipoise.problem.problem import AnyStructure, DerivedProblem, FunctionProblem, ImpureFunctionWarning, Problem
 from equipoise.solution import Report, warn_user
 from equipoise.solvers.base import Solver
 from equipoise.solvers.broyden import Broyden
@@ -59,15 +59,10 @@ class ImplicitGradient(GradientRule):
     "SHINE" (2022).
     """
 
-    solver: Solver | None = None
-    tolerance: Tolerance | None = None
+    solver: Solver | None = option(default=None, kind=Solver, optional=True)
+    tolerance: Tolerance | None = option(default=None, kind=Tolerance, optional=True)
     start: Any = field(default=None, compare=False, repr=False)
-    shine: bool = False
-
-    def __post_init__(self) -> None:
-        require(self, "solver", kind=Solver, optional=True)
-        require(self, "tolerance", kind=Tolerance, optional=True)
-        require(self, "shine", kind=bool)
+    shine: bool = option(default=False, kind=bool)
 
     @property
     def keeps_states(self) -> bool:  # type: ignore[override]
@@ -320,16 +315,15 @@ class Adjoint:
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
 
-class AdjointProblem(Problem):
+class AdjointProblem(DerivedProblem):
     """u -> v + J^T u, with J the Jacobian of the recorded map z -> image of ``problem``."""
 
     affine = True
 
     def __init__(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor):
-        self.problem, self.z, self.image, self.cotangent = problem, z, image, cotangent
-        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+        super().__init__(problem)
+        self.z, self.image, self.cotangent = z, image, cotangent
         self.unpack = problem.unpack
-        self.count = Count()
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.cotangent + self.product(rows)
@@ -356,10 +350,6 @@ class AdjointProblem(Problem):
         return self.problem.visible_tensors
 
     @property
-    def rounding(self) -> float:
-        return self.problem.rounding
-
-    @property
     def sources(self) -> list[Tensor]:
         return [self.cotangent, self.z, *self.problem.sources]
 
@@ -370,15 +360,14 @@ class AdjointProblem(Problem):
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
 
 
-class SplitAdjoint(Problem):
+class SplitAdjoint(DerivedProblem):
     """u -> J (W^T u + v): the adjoint system of z = s(W z + b) in a form that splitting solvers can use."""
 
     affine = True
 
     def __init__(self, problem: Problem, split: Splitting):
-        self.problem, self.split = problem, split
-        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
-        self.count = Count()
+        super().__init__(problem)
+        self.split = split
 
     def __call__(self, rows: Tensor) -> Tensor:
         self.count.add(rows.shape[0])
@@ -392,10 +381,6 @@ class SplitAdjoint(Problem):
         taken = SplitAdjoint(self.problem, self.split.take(rows, cast(FunctionProblem, self.problem)))
         taken.count = self.count
         return taken
-
-    @property
-    def rounding(self) -> float:
-        return self.problem.rounding
 
 
 def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:

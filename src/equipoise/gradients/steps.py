@@ -1,7 +1,5 @@
 """Gradients through recorded steps: a few from the solution on (phantom), or all from z0 on (unrolled)."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from equipoise.gradients.base import GradientRule
 from equipoise.gradients.implicit import check_record, on_finite_samples, recorded, with_gradient_of
-from equipoise.options import options, require
+from equipoise.options import option, options
 from equipoise.problem.captures import require_gradient_paths
 from equipoise.problem.layout import residual_at
 from equipoise.problem.problem import Count, FunctionProblem
@@ -42,12 +40,8 @@ class PhantomGradient(GradientRule):
     Reference: Z. Geng et al., "On training implicit models" (2021), the unrolling-based phantom gradient.
     """
 
-    steps: int = 1
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(self, "steps", at_least=1, whole=True)
-        require(self, "damping", at_least=0.0, below=1.0)
+    steps: int = option(default=1, at_least=1, whole=True)
+    damping: float = option(default=0.0, at_least=0.0, below=1.0)
 
     def record(self, problem: FunctionProblem, z: Tensor) -> Step:
         return Step(recorded(problem, z))
@@ -82,11 +76,7 @@ class UnrolledGradient(GradientRule):
     """
 
     decides_value: ClassVar[bool] = True
-
-    steps: int = 10
-
-    def __post_init__(self) -> None:
-        require(self, "steps", at_least=1, whole=True)
+    steps: int = option(default=10, at_least=1, whole=True)
 
     def run(self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch) -> tuple[Tensor, Solved]:
         if watch.callback is not None:

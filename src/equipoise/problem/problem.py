@@ -142,6 +142,18 @@ class Problem(ABC):
         return torch.zeros_like(rows) if product is None else product
 
 
+class DerivedProblem(Problem):
+    """A problem made from another one, for the same samples and layout."""
+
+    def __init__(self, problem: Problem, count: Count | None = None):
+        self.problem, self.count = problem, count or Count()
+        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+
+    @property
+    def rounding(self) -> float:
+        return self.problem.rounding
+
+
 class FunctionProblem(Problem):
     """``f(z, *inputs)`` on rows, created by :meth:`start`. A coupled problem has one row, the states of all samples."""
 

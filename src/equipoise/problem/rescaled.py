@@ -5,24 +5,21 @@ scaled by 1e-23 would get no gradient. Every row is therefore divided by a power
 z = f(z) and y = f(u y) / u with z = u y have the same solutions and the same relative residuals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from equipoise.problem.problem import Problem
+from equipoise.problem.problem import DerivedProblem, Problem
 
 
-class Rescaled(Problem):
+class Rescaled(DerivedProblem):
     """``problem`` with every row divided by its ``unit``."""
 
     def __init__(self, problem: Problem, unit: Tensor):
-        self.problem = problem
+        super().__init__(problem, problem.count)
         self.unit = self.row_units = unit
-        self.layout, self.device, self.count = problem.layout, problem.device, problem.count
-        self.affine, self.autocast, self.gatherable = problem.affine, problem.autocast, problem.gatherable
+        self.affine, self.autocast = problem.affine, problem.autocast
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.conjugate(self.problem)(rows)
@@ -34,9 +31,9 @@ class Rescaled(Problem):
         """Return a map of rows as a map of divided rows."""
         return lambda rows: self.divided(function(self.multiplied(rows)))
 
-    def take(self, rows: Tensor) -> Rescaled | None:
+    def take(self, rows: Tensor) -> Self | None:
         narrow = self.problem.take(rows)
-        return None if narrow is None else Rescaled(narrow, self.row_units.index_select(0, rows))
+        return narrow and type(self)(narrow, self.row_units.index_select(0, rows))
 
     def unpack(self, rows: Tensor) -> Any:
         return self.problem.unpack(self.multiplied(rows))
@@ -47,10 +44,6 @@ class Rescaled(Problem):
     @property
     def coarse(self) -> bool:
         return True  # a number that is small in these units may vanish in the original ones
-
-    @property
-    def rounding(self) -> float:
-        return self.problem.rounding
 
     def multiplied(self, rows: Tensor) -> Tensor:
         return rows * self.row_units[:, None]

@@ -8,14 +8,12 @@ M. Teboulle, "A fast iterative shrinkage-thresholding algorithm for linear inver
 E. Candes, "Adaptive restart for accelerated gradient schemes" (2015).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
+from equipoise.options import option, options
 from equipoise.problem.problem import Problem
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State
@@ -28,7 +26,7 @@ HALVINGS = 30  # halvings of a step size, after which it moves nothing
 
 @dataclass
 class DescentState(State):
-    """Adds y, z = W^T y, and what s makes of z: the image is W^T of it."""
+    """Adds y, where z = W^T y, and W h(z) + x."""
 
     y: Tensor
     pre: Tensor
@@ -63,7 +61,7 @@ def rounding(objective: Tensor) -> Tensor:
 
 @dataclass
 class LineSearchState(DescentState):
-    """Adds G(y) and the length of the next step, per sample."""
+    """Adds G(y) and the size of the next step, per sample."""
 
     objective: Tensor
     length: Tensor
@@ -71,9 +69,9 @@ class LineSearchState(DescentState):
 
 @options
 class ProximalGradient(DescentSolver):
-    """y <- y + c (prox_F(y - grad S(y)) - y), c halved per sample until G has fallen enough: it cannot diverge.
+    """y <- y + c (prox_F(y - grad S(y)) - y), c halved per sample until G decreases enough: it cannot diverge.
 
-    c starts at 1, the plain step of f, and does not grow again within a solve.
+    c starts at 1, the plain step of f, and never increases within a solve.
 
     Example:
         >>> model.equilibrium.solver = eq.ProximalGradient()
@@ -88,7 +86,7 @@ class ProximalGradient(DescentSolver):
     def step(self, problem: Problem, state: LineSearchState) -> LineSearchState:
         G, length = self.structure(problem, Objective), state.length
         target = G.response(state.pre)
-        slope = (target - state.y).square().sum(dim=1)  # G falls by at least c times that, to first order in c
+        slope = (target - state.y).square().sum(dim=1)  # to first order in c, G decreases by c times this
 
         def trial() -> tuple[Tensor, Tensor, Tensor]:
             y, z = (torch.lerp(a, b, length[:, None]) for a, b in ((state.y, target), (state.z, state.image)))
@@ -97,13 +95,13 @@ class ProximalGradient(DescentSolver):
         y, z, objective = trial()
         for _ in range(HALVINGS):
             enough = state.objective - SUFFICIENT * length * slope + rounding(state.objective)
-            high = ~(objective <= enough) & torch.isfinite(slope)  # NaN is high; where f itself is none, let it be
+            high = ~(objective <= enough) & torch.isfinite(slope)  # NaN is high, unless f itself is not finite
             if not bool(high.any()):
                 break
             length = torch.where(high, length / 2, length)
             y, z, objective = trial()
         image, pre = self.at(G, z)
-        # Where G has no more digits to tell, a way that turns round tells that the step was too long.
+        # At the precision of G, a reversed direction shows that the step was too long.
         turned = ((target - state.y) * (G.response(pre) - y)).sum(dim=1) < -slope / 2
         length = torch.where(turned, length / 2, length)
         return LineSearchState(z, image, y, pre, objective, length)
@@ -111,7 +109,7 @@ class ProximalGradient(DescentSolver):
 
 @dataclass
 class MomentumState(DescentState):
-    """Adds the last y before extrapolation with its z and G, the momentum theta and the length of a step."""
+    """Adds the last y before extrapolation with its z and G, the momentum theta and the step size."""
 
     last: Tensor
     last_z: Tensor
@@ -122,22 +120,19 @@ class MomentumState(DescentState):
 
 @options
 class FISTA(DescentSolver):
-    """Accelerated proximal gradient steps on G. Where G would rise, a sample goes back and starts without momentum.
+    """Accelerated proximal gradient steps on G. Where G would increase, a sample returns and restarts its momentum.
 
-    Where it rises without momentum, or the way turns round as soon as there is any, the step was too long for the
-    curvature of S, and is halved from then on.
+    Where it increases without momentum, or the direction reverses as soon as there is any, the step was too long for
+    the curvature of S, and its size is halved.
 
     Args:
-        step_size: to begin with; 1/2 suits every model without diversity, where the curvature is at most 1 + ||W||^2.
+        step_size: initial step size; 1/2 suits every model without diversity, whose curvature is at most 1 + ||W||^2.
 
     Example:
         >>> model.equilibrium.solver = eq.FISTA()
     """
 
-    step_size: float = 0.5
-
-    def __post_init__(self) -> None:
-        require(self, "step_size", above=0, at_most=1)
+    step_size: float = option(default=0.5, above=0, at_most=1)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> MomentumState:
         G = self.structure(problem, Objective)
@@ -153,18 +148,18 @@ class FISTA(DescentSolver):
         new_z = G.lower(new)
         objective = G.value(new, new_z)
         rises = ~(objective <= state.objective + rounding(state.objective))  # NaN rises
-        # Momentum that points uphill is dropped too, before G tells (O'Donoghue and Candes, section 3.2).
+        # Momentum that points uphill is dropped as well, before G increases (O'Donoghue and Candes, section 3.2).
         uphill = ((state.y - new) * (new - state.last)).sum(dim=1) > 0
         turned = ((new - state.last) * (state.y - state.last)).sum(dim=1) < 0
-        flat = (objective - state.objective).abs() <= rounding(state.objective)  # G has no more digits to tell
+        flat = (objective - state.objective).abs() <= rounding(state.objective)  # G is at its precision
         too_long = (rises & (state.momentum == 1)) | (turned & (flat | (state.momentum < EARLY)))
         before = torch.where(rises | uphill | (turned & flat), 1.0, state.momentum)
         after = torch.where(rises, 1.0, (1 + (1 + 4 * before.square()).sqrt()) / 2)
         share = ((before - 1) / after)[:, None]
         back = rises[:, None]
         y, z = (
-            torch.where(back, last, torch.lerp(found, last, -share))
-            for found, last in ((new, state.last), (new_z, state.last_z))
+            torch.where(back, last, torch.lerp(here, last, -share))
+            for here, last in ((new, state.last), (new_z, state.last_z))
         )
         image, pre = self.at(G, z)
         return MomentumState(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
+from equipoise.options import option, options, require
 from equipoise.problem.layout import is_zero
 from equipoise.problem.problem import Problem
 from equipoise.solvers.acceleration import Acceleration
@@ -39,7 +39,7 @@ class SplittingSolver(Solver):
     needs = Splitting
     alpha: float | str
 
-    def check_alpha(self) -> None:
+    def __post_init__(self) -> None:
         if isinstance(self.alpha, str):
             require(self, "alpha", among=("auto",))
         else:
@@ -87,9 +87,6 @@ class ForwardBackward(SplittingSolver):
     """
 
     alpha: float | str = "auto"
-
-    def __post_init__(self) -> None:
-        self.check_alpha()
 
     def automatic(self, bounds: Bounds) -> float:
         largest = bounds.lipschitz_bound()
@@ -168,15 +165,11 @@ class PeacemanRachford(ReflectionSolver):
     """
 
     alpha: float | str = "auto"
-    memory: int = 0
+    memory: int = option(default=0, at_least=0, whole=True)
 
     @property
     def relaxation(self) -> float:  # type: ignore[override]
         return 1.0
-
-    def __post_init__(self) -> None:
-        self.check_alpha()
-        require(self, "memory", at_least=0, whole=True)
 
 
 @options
@@ -193,10 +186,5 @@ class DouglasRachford(ReflectionSolver):
     """
 
     alpha: float | str = "auto"
-    relaxation: float = 0.5
-    memory: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_alpha()
-        require(self, "relaxation", above=0.0, at_most=1.0)
-        require(self, "memory", at_least=0, whole=True)
+    relaxation: float = option(default=0.5, above=0.0, at_most=1.0)
+    memory: int = option(default=0, at_least=0, whole=True)

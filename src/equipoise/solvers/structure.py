@@ -30,22 +30,15 @@ class Bounds(Protocol):
 class Splitting(Structure):
     """f(z) = s(W z + b), for the splitting solvers.
 
-    The backward pass at z is a splitting too (E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020),
-    theorem 3): (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b). W is transposed, s linearised, and
-    v is the bias.
-
-    Attributes:
-        bounds: sizes of I - W.
-        activation: s.
-        bias: b.
-        alphas: step size of each solver, shared with the backward pass.
+    The backward pass at z is a splitting too: (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b). W
+    is transposed, s linearised, and v is the bias (E. Winston, J. Z. Kolter 2020, theorem 3).
     """
 
     requirement = "f(z) = s(W z + b), such as equipoise.operators.MonotoneProblem(operator, activation)"
     bounds: Bounds
-    activation: Prox
-    bias: Tensor
-    alphas: dict[Solver, float]
+    activation: Prox  # s
+    bias: Tensor  # b
+    alphas: dict[Solver, float]  # step size of each solver, shared with the backward pass
 
     @abstractmethod
     def preactivation(self, rows: Tensor) -> Tensor: ...  # W z + b
