@@ -22,7 +22,6 @@ from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient,
 from equipoise.problem.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (
-    FISTA,
     GMRES,
     Anderson,
     BiCGStab,
@@ -33,7 +32,6 @@ from equipoise.solvers import (
     PeacemanRachford,
     Picard,
     Progress,
-    ProximalGradient,
     Solver,
 )
 from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, jacobian_penalty, spectral_radius
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from equipoise import lab, models, operators, tasks
     from equipoise.lab.runs.load import load
     from equipoise.models import create_model, list_models
+    from equipoise.models.opteq.descent import FISTA, ProximalGradient
 
 __version__ = "0.1.0"
 
@@ -92,7 +91,13 @@ __all__ = [
     "watch_solves",
 ]
 
-LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", "load": "equipoise.lab.runs.load"}
+LATER = {
+    "create_model": "equipoise.models",
+    "list_models": "equipoise.models",
+    "load": "equipoise.lab.runs.load",
+    "FISTA": "equipoise.models.opteq.descent",
+    "ProximalGradient": "equipoise.models.opteq.descent",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """What a gradient rule is: it attaches a gradient to a solved problem, or runs its own forward pass."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,17 +12,10 @@ from equipoise.tolerance import Tolerance
 
 
 class GradientRule:
-    """How a solution is differentiated, chosen independently of the solver.
+    """How a solution is differentiated: by ``record`` and ``attach``, or, if the rule decides the value, by ``run``."""
 
-    A rule implements ``record`` and ``attach``, or, if it determines the value as well, ``run``.
-
-    Attributes:
-        decides_value: whether the rule runs its own forward pass, with gradients or without.
-        keeps_states: whether it needs the solver's final states.
-    """
-
-    decides_value: ClassVar[bool] = False
-    keeps_states: bool = False
+    decides_value: ClassVar[bool] = False  # whether the rule runs its own forward pass, with gradients or without
+    keeps_states: bool = False  # whether it needs the solver's final states
 
     def check(self, problem: FunctionProblem, solver: Solver) -> None:
         """Raise if the rule cannot be used with this problem and solver."""

@@ -170,21 +170,14 @@ def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
 
 @dataclass
 class Record:
-    """f recorded at z: the graph through which a gradient is pulled back.
+    """f recorded at z: the graph through which a gradient is pulled back."""
 
-    Attributes:
-        problem: problem with ``views`` in place of its sources, to tell them from captures of the same tensors.
-        z: a leaf that requires a gradient, unless ``split`` makes that unnecessary.
-        image: f(z) with its graph; W z + b where f is split.
-        split: the structure of f, for a splitting solver, and ``pre`` the value of W z + b.
-    """
-
-    problem: Problem
+    problem: Problem  # with ``views`` in place of its sources, to tell them from captures of the same tensors
     views: list[Tensor]
-    z: Tensor
-    image: Tensor
-    split: Splitting | None = None
-    pre: Tensor | None = None
+    z: Tensor  # a leaf that requires a gradient, unless ``split`` makes that unnecessary
+    image: Tensor  # f(z) with its graph; W z + b if f is split
+    split: Splitting | None = None  # the structure of f, for a splitting solver
+    pre: Tensor | None = None  # W z + b
 
     @classmethod
     def of(cls, problem: Problem, z: Tensor, pre: Tensor | None = None, *, split: Splitting | None = None) -> Record:
@@ -205,19 +198,14 @@ class Record:
 
 @dataclass
 class Adjoint:
-    """How adjoint systems u = v + J^T u are solved, at every order of differentiation.
-
-    Attributes:
-        rows: indices of these samples in the batch, which has ``batch`` samples.
-        start: function that guesses u from v.
-    """
+    """How adjoint systems u = v + J^T u are solved, at every order of differentiation."""
 
     solver: Solver
     tolerance: Tolerance
     report: Report
-    rows: Tensor
+    rows: Tensor  # indices of these samples in the batch
     batch: int
-    start: Callable[[Tensor], Tensor] | None = None
+    start: Callable[[Tensor], Tensor] | None = None  # guesses u from v
 
     def attach(
         self, problem: Problem, solution: Tensor, *, pre: Tensor | None = None, record: Record | None = None

@@ -88,17 +88,12 @@ def select(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass
 class Leaf:
-    """How one tensor of a value is stored in the rows.
-
-    Attributes:
-        shape: shape of one sample.
-        permutation: memory order of the tensor, which rows follow so that packing copies nothing.
-    """
+    """How one tensor of a value is stored in the rows."""
 
     name: str
-    shape: torch.Size
+    shape: torch.Size  # of one sample
     dtype: torch.dtype
-    permutation: tuple[int, ...] | None = None
+    permutation: tuple[int, ...] | None = None  # its memory order, which rows follow so that packing copies nothing
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Leaf:
@@ -138,20 +133,16 @@ class Leaf:
 
 
 class Layout:
-    """The correspondence between a value and its (batch, n) rows, in float32 or wider.
-
-    Attributes:
-        nesting: the value's structure, with None in place of its tensors.
-        coarse: whether some tensor has fewer digits than the rows.
-    """
+    """The correspondence between a value and its (batch, n) rows, in float32 or wider."""
 
     def __init__(self, value: Any):
         named = leaves(value, "z")
-        self.nesting = rebuild(value, [None] * len(named))
+        self.nesting = rebuild(value, [None] * len(named))  # the structure of the value, without its tensors
         self.leaves = [Leaf.of(name, tensor) for name, tensor in named]
         self.dtype = torch.float32
         for leaf in self.leaves:
             self.dtype = torch.promote_types(self.dtype, leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype)
+        # Whether some tensor has fewer digits than the rows.
         self.coarse = any(torch.finfo(leaf.dtype).eps > torch.finfo(self.dtype).eps for leaf in self.leaves)
 
     @property

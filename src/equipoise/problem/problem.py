@@ -62,23 +62,16 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 class Problem(ABC):
-    """A map of (batch, n) rows to rows, sample by sample.
-
-    Attributes:
-        affine: whether the map is affine, as Krylov solvers require; :meth:`product` is its linear part.
-        gatherable: whether :meth:`take` can leave samples out.
-        known_impure: whether a warning has already said that f is not a function.
-        unit: what 1 stands for in each row (see :mod:`equipoise.problem.rescaled`).
-    """
+    """A map of (batch, n) rows to rows, sample by sample."""
 
     layout: Layout
     device: torch.device
     count: Count
-    affine: bool = False
+    affine: bool = False  # as Krylov solvers require; ``product`` is its linear part
     autocast: dict[str, Any] | None = None
-    gatherable: bool = False
-    known_impure: bool = False
-    unit: Tensor | float = 1.0
+    gatherable: bool = False  # whether ``take`` can leave samples out
+    known_impure: bool = False  # whether a warning has already said that f is not a function
+    unit: Tensor | float = 1.0  # what 1 stands for in each row (see equipoise.problem.rescaled)
 
     @abstractmethod
     def __call__(self, rows: Tensor) -> Tensor: ...

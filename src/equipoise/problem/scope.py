@@ -21,20 +21,13 @@ Derived = TypeVar("Derived")
 
 @dataclass
 class Scope:
-    """The memory of one solve.
-
-    Attributes:
-        batch: number of samples.
-        grad: whether derived weights are recorded. f runs without a graph inside the loop, but a derived weight must
-            keep its path to the raw parameters.
-        shared: entries that serve all samples.
-        per_sample: entries that are gathered along with their samples.
-    """
+    """The memory of one solve of ``batch`` samples."""
 
     batch: int
+    # f runs without a graph inside the loop, but a derived weight must keep its path to the raw parameters.
     grad: bool = field(default_factory=torch.is_grad_enabled)
     shared: dict[Hashable, Any] = field(default_factory=dict)
-    per_sample: dict[Hashable, Tensor] = field(default_factory=dict)
+    per_sample: dict[Hashable, Tensor] = field(default_factory=dict)  # gathered along with the samples
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,7 +1,5 @@
 """What a solver is: a frozen dataclass of options with ``init`` and ``step``. It proposes iterates and never loops."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -53,16 +51,10 @@ class GapState(State):
 
 
 class Solver(ABC):
-    """Options of a method, and its ``init`` and ``step``.
+    """Options of a method, and its ``init`` and ``step``."""
 
-    Attributes:
-        needs: structure of f that the method works with, beyond values of f; None if values suffice.
-        recurrent: whether the gap is carried along by a recurrence instead of measured, so that the loop has to
-            measure it at the end.
-    """
-
-    needs: ClassVar[type[Structure] | None] = None
-    recurrent: ClassVar[bool] = False
+    needs: ClassVar[type[Structure] | None] = None  # structure of f that the method works with, beyond values of f
+    recurrent: ClassVar[bool] = False  # the gap is updated by a recurrence: the loop has to measure it at the end
 
     @abstractmethod
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> Any:
@@ -82,7 +74,7 @@ class Solver(ABC):
     def take(self, state: Any, rows: Tensor) -> Any:
         return state.take(rows)
 
-    def for_adjoint(self) -> Solver:
+    def for_adjoint(self) -> "Solver":
         """Return the solver for the backward pass when the user specifies none."""
         return self
 
@@ -98,18 +90,12 @@ class Solver(ABC):
 
 @dataclass
 class Progress:
-    """What a callback receives at every check.
-
-    Attributes:
-        rows: indices of the samples that are still computed.
-        residual: relative residuals of those rows.
-        active: which of those rows are not solved yet.
-    """
+    """What a callback receives at every check."""
 
     step: int
-    rows: Tensor
-    residual: Tensor
-    active: Tensor
+    rows: Tensor  # indices of the samples that are still computed
+    residual: Tensor  # relative residuals of those rows
+    active: Tensor  # which of those rows are not solved yet
     state: State = field(repr=False)
     problem: Problem = field(repr=False)
 

@@ -25,31 +25,20 @@ SETTLED = 3  # steps without progress at the floor after which a sample has conv
 
 @dataclass
 class Ledger:
-    """The entries of a batch of samples, updated at every check.
-
-    Attributes:
-        floor: residual below which rounding dominates.
-        unit: ``Problem.unit`` of these samples.
-        best: iterate with the lowest residual; frozen once its sample has finished, like its companion.
-        steps: number of steps, of finished samples.
-        residual: relative residual of ``best``.
-        mark, since: residual at the last progress, and the step of that progress.
-        rounded: whether a sample converged to rounding; None if the tolerance is above it.
-        finished: number of samples that are not active.
-    """
+    """The entries of a batch of samples, updated at every check. Those of a finished sample no longer change."""
 
     tolerance: Tolerance
-    floor: float
-    unit: Tensor | float
-    best: Tensor
-    companion: Tensor | None
+    floor: float  # residual below which rounding dominates
+    unit: Tensor | float  # Problem.unit of these samples
+    best: Tensor  # iterate with the lowest residual
+    companion: Tensor | None  # Solver.companion of best
     result: Tensor
-    steps: Tensor
-    residual: Tensor
-    mark: Tensor
-    since: Tensor
-    rounded: Tensor | None
-    finished: int = 0
+    steps: Tensor  # number of steps, of finished samples
+    residual: Tensor  # relative residual of best
+    mark: Tensor  # residual at the last progress
+    since: Tensor  # step of the last progress
+    rounded: Tensor | None  # whether a sample converged to rounding; None if the tolerance is above it
+    finished: int = 0  # number of samples that are not active
 
     @classmethod
     def open(cls, problem: Problem, z: Tensor, companion: Tensor | None, tolerance: Tolerance) -> Ledger:
@@ -74,7 +63,7 @@ class Ledger:
         return gap <= (bound + self.tolerance.absolute / self.unit if self.tolerance.absolute else bound)
 
     def record(self, step: int, z: Tensor, companion: Tensor | None, state: State) -> tuple[Tensor, int]:
-        """Enter one evaluation, at z; return the residuals and the number of active samples. Synchronises once."""
+        """Enter one evaluation, at z; return residuals and the number of active samples, with one synchronisation."""
         gap, scale = state.norms()
         residual = gap / scale
         # The tolerance is met, or squares may have underflowed.

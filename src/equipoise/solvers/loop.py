@@ -5,13 +5,11 @@ out of the batch, and counts. A :class:`Loop` is one such solve: :meth:`Loop.run
 condition, :meth:`Loop.advance` its body, and its attributes are the carry.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,57 +26,43 @@ from equipoise.tolerance import Tolerance
 
 @dataclass(frozen=True)
 class Watch:
-    """How a solve is observed.
+    """How a solve is observed."""
 
-    Attributes:
-        trace: whether to keep the residuals of every check.
-        callback: function called with a :class:`Progress` at every check.
-        check_every: number of steps between two checks of the residuals.
-        keep_states: whether to keep the final state of each sample.
-    """
-
-    trace: bool = False
-    callback: Callable[[Progress], object] | None = None
-    check_every: int = 1
-    keep_states: bool = False
+    trace: bool = False  # keep the residuals of every check
+    callback: Callable[[Progress], object] | None = None  # called at every check
+    check_every: int = 1  # number of steps between two checks
+    keep_states: bool = False  # keep the final state of each sample
 
 
 UNWATCHED = Watch()
 
 
 class Recorded(Protocol):
-    """An evaluation of f with its graph, which a gradient rule keeps."""
+    """An evaluation of f with its graph, made by a gradient rule."""
 
     image: Tensor
 
 
 @dataclass
 class Solved:
-    """The outcome of :func:`solve`, in rows, with what is needed to differentiate or diagnose it.
-
-    Attributes:
-        companion: ``Solver.companion`` of z.
-        converged: whether every sample has.
-        states: samples and the state they ended in, if requested.
-        record: f recorded at z, if the loop evaluated it there for all samples together.
-    """
+    """The outcome of :func:`solve`, in rows, with what is needed to differentiate or diagnose it."""
 
     z: Tensor
-    companion: Tensor | None
+    companion: Tensor | None  # Solver.companion of z
     stats: Statistics
     problem: Problem
     solver: Solver
     tolerance: Tolerance
-    converged: bool
-    states: list[tuple[Tensor, Any]] = field(default_factory=list)
-    record: Any = None
+    converged: bool  # whether every sample has
+    states: list[tuple[Tensor, Any]]  # samples and their final state, if requested
+    record: Any = None  # f recorded at z, if the loop evaluated it there for all samples together
 
     @property
     def below_rounding(self) -> bool:
         """Whether the tolerance is smaller than the numbers can resolve."""
         return self.tolerance.absolute == 0 and 0 < self.tolerance.relative < FLOOR * self.problem.rounding
 
-    def take(self, rows: Tensor) -> Solved:
+    def take(self, rows: Tensor) -> Self:
         """Return the outcome for some samples."""
         problem = self.problem.take(rows)
         assert problem is not None

@@ -1,4 +1,4 @@
-"""The two structures of f that solvers can work with, as an f shows them on rows: a splitting, and an objective."""
+"""The structure z = s(W z + b) that the splitting solvers work with, as an f shows it on rows."""
 
 from abc import abstractmethod
 from typing import Protocol
@@ -52,23 +52,3 @@ class Splitting(Structure):
     def adjoint(self, pre: Tensor, cotangent: Tensor) -> "Splitting": ...  # the backward pass
     @abstractmethod
     def share(self, earlier: "Splitting") -> None: ...  # adopt step sizes and factorisations
-
-
-class Objective(Structure):
-    """f(z) = W^T s(W h(z) + x) with s = prox_F, for the descent solvers.
-
-    A fixed point is a stationary point of G(y) = F(y) + S(y), z = W^T y; the gradient of S is y - (W h(z) + x).
-    """
-
-    requirement = "an f that minimises an objective, such as the cell of an OptEq, POptEq or MOptEq"
-
-    @abstractmethod
-    def preactivation(self, z: Tensor) -> Tensor: ...  # W h(z) + x; counts as an evaluation of f
-    @abstractmethod
-    def lower(self, y: Tensor) -> Tensor: ...  # z = W^T y
-    @abstractmethod
-    def response(self, pre: Tensor) -> Tensor: ...  # s; f(z) is W^T of it
-    @abstractmethod
-    def prox(self, rows: Tensor, steps: Tensor) -> Tensor: ...  # prox_F with the step size of each sample
-    @abstractmethod
-    def value(self, y: Tensor, z: Tensor) -> Tensor: ...  # G of each sample

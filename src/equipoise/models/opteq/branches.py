@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.models.opteq.descent import BranchObjective
+from equipoise.models.opteq.descent import Objective
 from equipoise.models.opteq.ring import Images, Ring, carry
 from equipoise.operators.activations import activation as proximal
 from equipoise.options import require
 from equipoise.problem.problem import FunctionProblem, Structure
-from equipoise.solvers.structure import Objective
 from equipoise.stability import SpectralNorm
 
 ORDERS = ("gauss-seidel", "jacobi")
@@ -117,7 +116,7 @@ class Branches(nn.Module):
             raise ValueError(
                 f"perturb is {self.perturb!r}, and perturbed branches do not minimise one objective: use perturb='off'."
             )
-        return BranchObjective(self, problem)
+        return Objective(self, problem)
 
     def check(self, z: Images, batch: int) -> None:
         """Refuse what is not one image of the right shape per sample and branch."""
