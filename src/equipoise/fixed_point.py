@@ -27,14 +27,12 @@ from equipoise.tolerance import Tolerance
 
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
-KINDS = {  # options that are objects, not names or classes
+OBJECTS = {
     "solver": (Solver, "an object such as equipoise.Anderson(memory=5)"),
     "tolerance": (Tolerance, "an object such as equipoise.Tolerance(relative=1e-4)"),
     "gradient": (GradientRule, "an object such as equipoise.ImplicitGradient()"),
-    "compact": (bool, "True or False"),
-    "coupled": (bool, "True or False"),
-    "trace": (bool, "True or False"),
 }
+KINDS = {**OBJECTS, **dict.fromkeys(("compact", "coupled", "trace"), (bool, "True or False"))}
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,7 @@ class Options:
         if not isinstance(self.check_every, int) or self.check_every < 1:
             raise ValueError(f"check_every is {self.check_every!r}; it must be a whole number of at least 1.")
         if self.callback is not None and not callable(self.callback):
-            raise TypeError(
-                f"callback is {self.callback!r}; it must be a function of one argument, an equipoise.Progress."
-            )
+            raise TypeError(f"callback is {self.callback!r}; it must be a function of an equipoise.Progress.")
         if self.coupled and self.solver.needs:
             raise TypeError(
                 f"coupled=True solves the batch as one problem, and {type(self.solver).__name__} solves samples "
@@ -91,15 +87,13 @@ def fixed_point(
         z0: initial value: a tensor or nested tuple of tensors, batch first (a batch of 1 is broadcast), or a function
             of the inputs that returns one.
         inputs: tensors or tuples of tensors, batch first. Passing them explicitly lets finished samples be left out.
-        solver: method of iteration; an object such as ``Anderson(memory=5)``.
+        solver: method of iteration, such as ``Anderson(memory=5)``.
         tolerance: when a sample is solved.
-        gradient: how to differentiate. Without gradients it is ignored, except :class:`UnrolledGradient`, which takes
-            its own steps.
+        gradient: how to differentiate; used only when a gradient is needed (except :class:`UnrolledGradient`).
         on_failure: "warn", "raise" or "ignore" when samples fail; applies to the backward solve too.
         compact: whether to leave finished samples out of the computation (requires ``inputs``).
         coupled: whether to solve the whole batch as one problem with one residual, for an f that mixes its samples:
-            graph networks, attention with the sequence first. Inputs may then have any leading size, such as a list of
-            edges.
+            graph networks, attention with the sequence first. Inputs may then have any leading size.
         trace: whether to keep the residuals of every check in ``stats.trace``.
         callback: function called with a :class:`~equipoise.solvers.Progress` at every check.
         check_every: number of steps between checks of the residuals; each check synchronises with the device once.
@@ -152,15 +146,13 @@ def watch_solves() -> Iterator[list[Solution]]:
 
 def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
     """Run a solve, and collect its Solution inside :func:`watch_solves`; solves inside its f are not collected."""
-    solves = _watched.get()
-    if solves is None:
-        return run(f, z0, inputs, options)
-    token = _watched.set(None)
+    solves, token = _watched.get(), _watched.set(None)
     try:
         solution = run(f, z0, inputs, options)
     finally:
         _watched.reset(token)
-    solves.append(solution)
+    if solves is not None:
+        solves.append(solution)
     return solution
 
 
@@ -187,25 +179,23 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
         )
     report = Report(options.on_failure)
     watch = Watch(options.trace, options.callback, options.check_every, gradient.keeps_states)
-    attached = problem.needs_gradient or gradient.decides_value
     if gradient.decides_value:
         rows, solved = gradient.run(problem, z, tolerance, watch)
-    elif attached:
+    elif problem.needs_gradient:
         gradient.check(problem, solver)
         record = partial(gradient.record, problem)
         solved = solve(problem, z.detach(), image.detach(), solver, tolerance, watch, record=record)
         rows = gradient.attach(solved, report)
     else:
         solved = solve(problem, z.detach(), image.detach(), solver, tolerance, watch)
-        rows = solved.z.clone()  # f may have returned one of its inputs
+        rows = solved.z
         if torch.is_grad_enabled() and any(named_sources(problem)):
             require_gradient_paths(problem, rows, rows)  # f(z0) needs no gradient: is that right, or is all cut off?
     stats = solved.stats.expand(problem.samples) if options.coupled else solved.stats
     if not solved.converged:
         report.failure(stats, "forward", below_rounding=solved.below_rounding)
     value = problem.unpack(rows)
-    if attached:  # copies, so that the caller may modify them in place
-        value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])
+    value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])  # which may be modified in place
     solution = Solution(value, stats, solved=solved)
     report.solution = weakref.ref(solution)
     return solution
@@ -245,8 +235,7 @@ class Equilibrium(nn.Module):
                 f"initial is {initial!r}; it must be None, a function of the inputs, the shape of one sample, "
                 "or a tuple of such shapes."
             )
-        self.f, self.initial = f, initial
-        self.solver, self.tolerance, self.gradient = solver, tolerance, gradient
+        self.f, self.initial, self.solver, self.tolerance, self.gradient = f, initial, solver, tolerance, gradient
         self.on_failure, self.compact, self.coupled, self.check_every = on_failure, compact, coupled, check_every
         Options(**self.options())
 
@@ -259,8 +248,8 @@ class Equilibrium(nn.Module):
         if unknown:
             name = next(iter(unknown))
             raise TypeError(
-                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and "
-                f"reach f in that order, f(z, x, {name})."
+                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and reach f "
+                f"in that order, f(z, x, {name})."
             )
         return self.solve(*inputs, z0=z0).value
 

@@ -136,7 +136,7 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
 def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]) -> Tensor:
     """Attach a gradient where f is finite at the value; other samples would spoil every gradient sum.
 
-    Leaving samples out requires explicit inputs; without them all samples are recorded together.
+    Without explicit inputs, samples cannot be left out, and all are recorded together.
     """
     residual = solved.stats.residual
     rows = torch.isfinite(residual).nonzero().squeeze(1)
@@ -212,11 +212,7 @@ class Adjoint:
     ) -> tuple[Tensor, Record]:
         """Return ``solution`` with the gradient of a fixed point of ``problem``, and the record that provides it.
 
-        Args:
-            problem: z = f(z).
-            solution: its solution, as rows.
-            pre: W z + b there, if a splitting solver knows it; then nothing is evaluated again.
-            record: f recorded there, if that has been done.
+        Nothing is evaluated again if f has been recorded at the solution, or if a splitting solver knows ``pre`` = W z + b.
         """
         if record is None:
             split = problem.structure(Splitting) if self.solver.needs is Splitting else None

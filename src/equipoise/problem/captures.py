@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
 
 
-# What the code of f names: modules and tensors in its closure, globals, defaults and attributes.
+# What the code of f names.
 
 
 def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Yield the modules and tensors that ``f`` names, each with a phrase that locates it."""
+    """Yield the modules and tensors in f's closure, globals, defaults and attributes, each with a locating phrase."""
     f = original(f) if DYNAMO in sys.modules else f
     if isinstance(f, nn.Module):
         yield "", f
@@ -108,13 +108,11 @@ def named_sources(problem: FunctionProblem) -> Iterator[tuple[str, Tensor]]:
 
 
 def origin(tensor: Tensor) -> Edge:
-    """Return the edge of the graph that stands for a tensor."""
     return tensor.grad_fn, tensor.output_nr
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """Return the tensor whose gradient a node accumulates, if it is such a node."""
-    return getattr(node, "variable", None)
+    return getattr(node, "variable", None)  # of a node that accumulates a gradient
 
 
 def edges(image: Tensor, stop: Sequence[Tensor] = ()) -> Iterator[Edge]:
@@ -202,10 +200,8 @@ def unreachable(image: Tensor, sources: list[tuple[str, Tensor]]) -> list[tuple[
 
 def unreachable_state(problem: FunctionProblem, rows: Tensor, image: Tensor) -> list[tuple[str, slice]]:
     """Return the columns of those tensors of the state that the graph of ``image`` does not contain."""
-    reached = set()
-    for node, index in edges(image):
-        if any(leaf_of(parent) is rows for parent, _ in node.next_functions):
-            reached.add(index)  # output of the split into tensors, if there are several
+    # Indices of the outputs of the split into tensors, if there are several.
+    reached = {i for node, i in edges(image) if any(leaf_of(parent) is rows for parent, _ in node.next_functions)}
     missing, begin = [], 0
     for i, leaf in enumerate(problem.layout.leaves):
         if i not in reached:

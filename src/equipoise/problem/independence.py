@@ -1,18 +1,16 @@
 """Whether f treats each sample of a batch independently, determined by trying.
 
 Solvers stop each sample separately and leave finished ones out, which is correct only if the image of a sample does not
-depend on its batch-mates. The loop checks this when a sample that had stopped is no longer solved, and the front door
-when f contains a layer that takes the batch for something else.
+depend on its batch-mates. This is checked when a sample that had stopped is no longer solved, and when f contains a
+layer that takes the batch for a sequence.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from equipoise.problem.captures import other_than
 from equipoise.problem.layout import residual_at
-from equipoise.problem.problem import FunctionProblem, ImpureFunctionWarning, Problem
+from equipoise.problem.problem import Count, FunctionProblem, ImpureFunctionWarning, Problem
 from equipoise.solution import warn_user
 
 NOT_A_FUNCTION = (
@@ -22,12 +20,7 @@ NOT_A_FUNCTION = (
 
 
 def mixes_samples(problem: Problem, rows: Tensor, image: Tensor) -> bool:
-    """Return whether the image of a sample depends on its batch-mates; warn, and return False, if f is not a function.
-
-    Args:
-        problem: map of rows to rows.
-        rows, image: a point, and ``problem(rows)``.
-    """
+    """Return whether the ``image`` of a sample depends on its batch-mates; False, with a warning, if f is impure."""
     with torch.no_grad():
         change = residual_at(image, problem(rows))
         if bool((change > 100 * problem.rounding).any()):
@@ -61,10 +54,11 @@ def depends_on_others(problem: Problem, rows: Tensor, image: Tensor, kept: Tenso
 
 def warn_of_sequence_first_layers(problem: FunctionProblem, rows: Tensor) -> None:
     """Warn about a layer inside f that takes the first dimension for a sequence, if f therefore mixes the samples."""
-    if problem.sequence_first is None or len(rows) < 2:
+    if len(rows) < 2:
         return
     with torch.no_grad():
-        probe, rows = problem.uncounted(), other_than(rows.detach())  # attention over zeros would hide it
+        probe = problem.replaced(count=Count())  # these evaluations are not part of the solve
+        rows = other_than(rows.detach())  # attention over zeros would hide it
         if not mixes_samples(probe, rows, probe(rows)):
             return
     warn_user(

@@ -63,7 +63,6 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def inverse(permutation: Sequence[int]) -> list[int]:
-    """Return the inverse of a permutation."""
     return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
@@ -169,13 +168,11 @@ class Layout:
 
     def fits(self, value: Any, batch: int) -> bool:
         """Return whether a value has this nesting and these shapes."""
-        return same_nesting(value, self.nesting) and all(
-            tensor.shape == (batch, *leaf.shape)
-            for leaf, (_, tensor) in zip(self.leaves, leaves(value, "value"), strict=True)
-        )
+        shapes = [(batch, *leaf.shape) for leaf in self.leaves]
+        return same_nesting(value, self.nesting) and shapes == [t.shape for _, t in leaves(value, "value")]
 
 
-# Norms of rows. Squares of numbers below 1e-19 or above 1e19 leave the range of float32; what is exact is said.
+# Norms of rows. In float32, squares of numbers below 1e-19 or above 1e19 underflow or overflow.
 
 
 def columns_in_memory(rows: Tensor) -> bool:
@@ -190,14 +187,13 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def row_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Return the 2-norm of every row of a - b; inexact where squares underflow or overflow."""
+    """Return the norms of a - b."""
     if columns_in_memory(a):
         return F.mse_loss(a, b, reduction="none").sum(dim=1).sqrt_()  # their squared difference in one pass
     return row_norms(a - b)
 
 
 def largest_entries(rows: Tensor) -> Tensor:
-    """Return the largest absolute value of every row, 0 for an empty row."""
     return rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
 
 

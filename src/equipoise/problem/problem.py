@@ -150,16 +150,10 @@ class DerivedProblem(Problem):
 class FunctionProblem(Problem):
     """``f(z, *inputs)`` on rows, created by :meth:`start`. A coupled problem has one row, the states of all samples."""
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        inputs: Sequence[Any],
-        layout: Layout,
-        batch: int,
-        device: torch.device,
-        coupled: bool,
-    ):
-        self.f, self.inputs, self.layout, self.device, self.coupled = f, tuple(inputs), layout, device, coupled
+    def __init__(self, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], batch: int, coupled: bool):
+        self.f, self.inputs, self.coupled = f, tuple(inputs), coupled
+        self.layout = Layout(one_sample(z0) if coupled else z0)
+        self.device = leaves(z0, "z0")[0][1].device
         outer = current.scope
         if outer is None:
             self.scope = Scope(batch)
@@ -167,7 +161,7 @@ class FunctionProblem(Problem):
             self.scope = Scope(batch, outer.grad, outer.shared, outer.per_sample)
         self.count = Count()
         self.affine = bool(getattr(f, "affine", False))
-        self.autocast = None if getattr(f, "full_precision", False) else autocast_state(device.type)
+        self.autocast = None if getattr(f, "full_precision", False) else autocast_state(self.device.type)
         self.gatherable = bool(inputs) and not coupled  # without inputs, a closure may have captured the whole batch
         self.gathered = False
         self.needs_gradient = False
@@ -181,13 +175,15 @@ class FunctionProblem(Problem):
         """Check all arguments; return the problem, z0 and f(z0) as rows, with their graphs."""
         require_function(f)
         known_impure, sequence_first = inspect_layers(f)
-        z0, batch, device = initial_value(z0, inputs, coupled=coupled)
-        problem = cls(f, inputs, Layout(one_sample(z0) if coupled else z0), batch, device, coupled)
+        z0, batch = initial_value(z0, inputs, coupled)
+        problem = cls(f, z0, inputs, batch, coupled)
         problem.known_impure, problem.sequence_first = known_impure, sequence_first
         try:
             image = problem.uncompiled().evaluate(z0)  # derives weights and draws masks, which are not compiled
         except Exception as error:
-            error.add_note(SWAPPED if swapped(f, z0, inputs) else FIRST_CALL.format(shapes=shapes_of(z0)))
+            shapes = ", ".join(str(tuple(tensor.shape)) for _, tensor in leaves(z0, "z0"))
+            shapes = f"({shapes})" if isinstance(z0, tuple | list) else shapes
+            error.add_note(SWAPPED if swapped(f, z0, inputs) else FIRST_CALL.format(shapes=shapes))
             raise
         problem.check_image(image)
         named = leaves(image, "f(z)")
@@ -221,7 +217,7 @@ class FunctionProblem(Problem):
 
     def fits(self, value: Any) -> bool:
         """Return whether a value has the nesting and the shapes of z0."""
-        return self.layout.fits(one_sample(value) if self.coupled else value, 1 if self.coupled else self.samples)
+        return self.layout.fits(*((one_sample(value), 1) if self.coupled else (value, self.samples)))
 
     @property
     def coarse(self) -> bool:
@@ -240,16 +236,13 @@ class FunctionProblem(Problem):
             if self.gatherable:
                 vary_batch(self.f, [*(tensor for tensor, _ in given), *self.scope.per_sample.values()])
             recording = buffers_kept() if torch.is_grad_enabled() else recording
-        outer, current.scope = current.scope, self.scope
         try:
             with mode, recording:
-                image = self.f(value, *self.inputs)
+                image = self.in_scope(self.f, value, *self.inputs)
         except (RuntimeError, IndexError, ValueError) as error:
             if self.gathered:
                 raise RuntimeError(GATHERING) from error
             raise
-        finally:
-            current.scope = outer
         if any(version(tensor) != before for tensor, before in given):
             raise RuntimeError(
                 "f modifies z or an input in place (a function such as relu_, or z += ...): return a new tensor."
@@ -284,11 +277,9 @@ class FunctionProblem(Problem):
                 raise ValueError(
                     f"f changes the shape of z: {leaf.name} is {shape}, {name} is {tuple(tensor.shape)}. {remedy}"
                 )
-            if tensor.dtype != leaf.dtype and not (
-                tensor.dtype.is_floating_point
-                and leaf.dtype.is_floating_point
-                and torch.promote_types(tensor.dtype, leaf.dtype) == leaf.dtype  # as under autocast
-            ):
+            narrower = torch.promote_types(tensor.dtype, leaf.dtype) == leaf.dtype  # as under autocast
+            real = tensor.dtype.is_floating_point and leaf.dtype.is_floating_point
+            if tensor.dtype != leaf.dtype and not (real and narrower):
                 raise TypeError(
                     f"f changes the dtype of z: {leaf.name} is {leaf.dtype}, {name} is {tensor.dtype}. "
                     f"Pass z0 in {tensor.dtype}, or convert inside f."
@@ -317,10 +308,6 @@ class FunctionProblem(Problem):
         remaining = iter(sources)
         given = [next(remaining) if t.requires_grad else t for _, t in leaves(self.inputs, "inputs")]
         return self.replaced(inputs=rebuild(self.inputs, given), structures={})
-
-    def uncounted(self) -> FunctionProblem:
-        """Return the problem with a separate count, for evaluations that are not part of the solve."""
-        return self.replaced(count=Count())
 
     def uncompiled(self) -> FunctionProblem:
         """Return the problem with f not compiled."""
@@ -374,19 +361,13 @@ def swapped(f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> bool:
         return False
 
 
-def shapes_of(value: Any) -> str:
-    """Return the shapes of a value, for a message."""
-    shapes = ", ".join(str(tuple(tensor.shape)) for _, tensor in leaves(value, "value"))
-    return f"({shapes})" if isinstance(value, tuple | list) else shapes
-
-
 def one_sample(value: Any) -> Any:
     """Return a whole batch as one sample."""
     return rebuild(value, [tensor[None] for _, tensor in leaves(value, "value")])
 
 
-def initial_value(z0: Any, inputs: Sequence[Any], *, coupled: bool = False) -> tuple[Any, int, torch.device]:
-    """Return z0 (given as a value or a function of the inputs) broadcast over the batch, the batch size and the device.
+def initial_value(z0: Any, inputs: Sequence[Any], coupled: bool) -> tuple[Any, int]:
+    """Return z0, a value or a function of the inputs, broadcast over the batch, and the batch size.
 
     A coupled problem leaves z0 unchanged and accepts inputs of any leading size.
     """
@@ -407,7 +388,7 @@ def initial_value(z0: Any, inputs: Sequence[Any], *, coupled: bool = False) -> t
         if tensor.dtype.itemsize == 1 or tensor.dtype == torch.complex32:
             raise TypeError(f"{name} is {tensor.dtype}; a state needs float16, bfloat16 or wider: convert inside f.")
     if coupled:
-        return rebuild(z0, [tensor.clone() for _, tensor in named]), named[0][1].shape[0], device
+        return rebuild(z0, [tensor.clone() for _, tensor in named]), named[0][1].shape[0]
     batch = (given or named)[0][1].shape[0]
     if not given:  # a leaf of batch 1 is broadcast to the others
         batch = next((tensor.shape[0] for _, tensor in named if tensor.shape[0] != 1), batch)
@@ -419,7 +400,7 @@ def initial_value(z0: Any, inputs: Sequence[Any], *, coupled: bool = False) -> t
                 "size, such as the edges of a graph, need coupled=True."
             )
     own = [tensor.expand(batch, *tensor.shape[1:]).clone() for _, tensor in named]  # never the caller's memory
-    return rebuild(z0, own), batch, device
+    return rebuild(z0, own), batch
 
 
 def require_dense(name: str, tensor: Tensor, *, free: bool) -> None:

@@ -35,6 +35,7 @@ class Watch:
 
 
 UNWATCHED = Watch()
+Evaluate = Callable[[Tensor], Tensor]
 
 
 class Recorded(Protocol):
@@ -100,8 +101,7 @@ def solve(
         return records[0].image.detach()
 
     kind = z.device.type
-    full_precision = torch.autocast(kind, enabled=False) if autocast_state(kind) else nullcontext()
-    with torch.no_grad(), full_precision:
+    with torch.no_grad(), torch.autocast(kind, enabled=False) if autocast_state(kind) else nullcontext():
         if inner or solver.needs or (unit := row_units(z, image)) is None:
             loop = Loop(problem, solver, tolerance, watch, inner, finish)
             solved = loop.run(z, image)
@@ -118,13 +118,7 @@ class Loop:
     """One solve. ``finish`` evaluates f for the last measurement."""
 
     def __init__(
-        self,
-        problem: Problem,
-        solver: Solver,
-        tolerance: Tolerance,
-        watch: Watch,
-        inner: bool,
-        finish: Callable[[Tensor], Tensor],
+        self, problem: Problem, solver: Solver, tolerance: Tolerance, watch: Watch, inner: bool, finish: Evaluate
     ):
         self.problem, self.solver, self.tolerance, self.watch = problem, solver, tolerance, watch
         self.inner, self.finish, self.coarse = inner, finish, problem.coarse

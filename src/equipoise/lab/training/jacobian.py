@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.recipes.recipe import Jacobian
-from equipoise.problem.function import FunctionProblem
 from equipoise.problem.layout import leaves, rebuild
+from equipoise.problem.problem import FunctionProblem
 from equipoise.solution import Solution
 from equipoise.stability import jacobian_penalty
 
