@@ -26,10 +26,7 @@ from equipoise.solvers import (
     Anderson,
     BiCGStab,
     Broyden,
-    DouglasRachford,
-    ForwardBackward,
     NewtonKrylov,
-    PeacemanRachford,
     Picard,
     Progress,
     Solver,
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
     from equipoise.lab.runs.load import load
     from equipoise.models import create_model, list_models
     from equipoise.models.opteq.descent import FISTA, ProximalGradient
+    from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford
 
 __version__ = "0.1.0"
 
@@ -92,11 +90,10 @@ __all__ = [
 ]
 
 LATER = {
-    "create_model": "equipoise.models",
-    "list_models": "equipoise.models",
+    **dict.fromkeys(("DouglasRachford", "ForwardBackward", "PeacemanRachford"), "equipoise.operators.splitting"),
+    **dict.fromkeys(("FISTA", "ProximalGradient"), "equipoise.models.opteq.descent"),
+    **dict.fromkeys(("create_model", "list_models"), "equipoise.models"),
     "load": "equipoise.lab.runs.load",
-    "FISTA": "equipoise.models.opteq.descent",
-    "ProximalGradient": "equipoise.models.opteq.descent",
 }
 
 

@@ -248,8 +248,8 @@ class Equilibrium(nn.Module):
         if unknown:
             name = next(iter(unknown))
             raise TypeError(
-                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and reach f "
-                f"in that order, f(z, x, {name})."
+                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and reach "
+                f"f in that order, f(z, x, {name})."
             )
         return self.solve(*inputs, z0=z0).value
 

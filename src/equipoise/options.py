@@ -50,14 +50,40 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 class Bounds(TypedDict, total=False):
-    """The numbers that :func:`require_number` accepts."""
+    """Bounds of a number: ``at_least`` and ``at_most`` include the bound itself; ``whole`` requires an int."""
 
-    at_least: float | None
-    above: float | None
-    at_most: float | None
-    below: float | None
+    at_least: float
+    above: float
+    at_most: float
+    below: float
     whole: bool
-    optional: bool
+
+
+def is_number(
+    value: object,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+) -> bool:
+    """Return whether a value is a finite number (``whole``: an int) within the bounds; a bool is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return False
+    return at_least <= value <= at_most and above < value < below
+
+
+def require_number(where: str, value: object, optional: bool = False, **bounds: Unpack[Bounds]) -> None:
+    """Raise unless ``value``, called ``where`` in the message, is a number within the bounds, or None if optional."""
+    if is_number(value, **bounds) or (optional and value is None):
+        return
+    whole = bounds.pop("whole", False)
+    within = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds.items())
+    kind = "a whole number" if whole else "a number"
+    allowed = f"{kind} of {within}" if within.startswith("at") else f"{kind} {within}".rstrip()
+    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    error = ValueError if right_type else TypeError
+    raise error(f"{where} is {value!r}; it must be {allowed}{' (or None)' if optional else ''}.")
 
 
 def require(
@@ -66,6 +92,7 @@ def require(
     *,
     among: Collection[Any] | None = None,
     kind: type | None = None,
+    optional: bool = False,
     **bounds: Unpack[Bounds],
 ) -> None:
     """Raise unless field ``name`` of ``owner`` has an allowed value.
@@ -73,44 +100,19 @@ def require(
     Args:
         among: allowed values.
         kind: class of which the value must be an instance.
-        bounds: bounds of a number, as in :func:`require_number`; ``optional=True`` allows None in every case.
+        optional: whether None is allowed as well.
+        bounds: bounds of a number, if neither ``among`` nor ``kind`` is given.
     """
-    value = getattr(owner, name)
-    where = f"{type(owner).__name__}.{name}"
-    if value is None and bounds.get("optional"):
+    value, where = getattr(owner, name), f"{type(owner).__name__}.{name}"
+    if among is None and kind is None:
+        require_number(where, value, optional, **bounds)
+    elif value is None and optional:
         return
-    if among is not None:
-        if value not in among:
-            raise ValueError(f"{where} is {value!r}; allowed: {', '.join(map(repr, among))}.")
-    elif kind is not None:
-        if not isinstance(value, kind):
-            example = " (an object, not its class or its name)" if kind is not bool else ""
-            raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
-    else:
-        require_number(where, value, **bounds)
-
-
-def require_number(where: str, value: object, **bounds: Unpack[Bounds]) -> None:
-    """Raise unless ``value``, called ``where`` in the message, is a finite number (``whole``: an int) within bounds."""
-    at_least, above, at_most, below = (bounds.get(name) for name in ("at_least", "above", "at_most", "below"))
-    words = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-    within = " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
-    whole = bounds.get("whole", False)
-    message = (
-        f"{where} is {value!r}; it must be {'a whole number' if whole else 'a number'}"
-        f"{' of' if within.startswith('at') else ''}{' ' if within else ''}{within}"
-        f"{' (or None)' if bounds.get('optional') else ''}."
-    )
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise TypeError(message)
-    if (
-        not math.isfinite(value)
-        or (at_least is not None and value < at_least)
-        or (above is not None and value <= above)
-        or (at_most is not None and value > at_most)
-        or (below is not None and value >= below)
-    ):
-        raise ValueError(message)
+    elif among is not None and value not in among:
+        raise ValueError(f"{where} is {value!r}; allowed: {', '.join(map(repr, among))}.")
+    elif kind is not None and not isinstance(value, kind):
+        example = " (an object, not its class or its name)" if kind is not bool else ""
+        raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
 
 
 def require_sequence_of_numbers(where: str, value: Any) -> None:
@@ -122,15 +124,13 @@ def require_sequence_of_numbers(where: str, value: Any) -> None:
 
 def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) -> None:
     """Raise unless ``shape``, ``classes`` and ``mean`` describe images that a classifier can take."""
-
-    def counts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(map(counts, shape))):
+    if not (
+        isinstance(shape, tuple | list) and len(shape) == 3 and all(is_number(n, at_least=1, whole=True) for n in shape)
+    ):
         raise ValueError(
             f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
         )
-    if not counts(classes) or classes < 2:
+    if not is_number(classes, at_least=2, whole=True):
         raise ValueError(
             f"classes is {classes!r}; a classifier needs at least 2 (a whole number; does the data set have labels?)."
         )

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,13 +27,12 @@ from equipoise.problem.captures import captured_tensors, edges, require_gradient
 from equipoise.problem.compiled import DYNAMO, require_buffers
 from equipoise.problem.independence import NOT_A_FUNCTION
 from equipoise.problem.layout import leaves, residual_at
-from equipoise.problem.problem import AnyStructure, DerivedProblem, FunctionProblem, ImpureFunctionWarning, Problem
+from equipoise.problem.problem import DerivedProblem, FunctionProblem, ImpureFunctionWarning, Problem
 from equipoise.solution import Report, warn_user
 from equipoise.solvers.base import Solver
 from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.krylov import GMRES
 from equipoise.solvers.loop import Solved, solve
-from equipoise.solvers.structure import Splitting
 from equipoise.tolerance import Tolerance
 
 
@@ -93,10 +92,11 @@ class ImplicitGradient(GradientRule):
         def attach(part: Solved, rows: Tensor) -> Tensor:
             problem = cast(FunctionProblem, part.problem)
             adjoint = Adjoint(solver, tolerance, report, rows, len(solved.z), self.guess(solved, rows))
-            known = None if solver.needs else part.record
-            value, record = adjoint.attach(problem, part.z, pre=part.companion, record=known)
+            known = None if solver.needs else part.record  # f recorded where the loop ended
+            record = known or adjoint.record(problem, part.z, part.companion)
+            value = adjoint.attach(problem, part.z, record)
             require_gradient_paths(problem, record.z, record.image)
-            if not (solver.needs or part.record):
+            if not (solver.needs or known):
                 check_record(problem, record.z, record.image, part.stats.residual)
             return value
 
@@ -174,26 +174,43 @@ class Record:
 
     problem: Problem  # with ``views`` in place of its sources, to tell them from captures of the same tensors
     views: list[Tensor]
-    z: Tensor  # a leaf that requires a gradient, unless ``split`` makes that unnecessary
-    image: Tensor  # f(z) with its graph; W z + b if f is split
-    split: Splitting | None = None  # the structure of f, for a splitting solver
-    pre: Tensor | None = None  # W z + b
+    z: Tensor  # a leaf that requires a gradient
+    image: Tensor  # f(z) with its graph
 
-    @classmethod
-    def of(cls, problem: Problem, z: Tensor, pre: Tensor | None = None, *, split: Splitting | None = None) -> Record:
-        """Record f at ``z``; ``split`` is its structure in the forward solve."""
+    @staticmethod
+    def viewed(problem: Problem) -> tuple[Problem, list[Tensor]]:
         with torch.enable_grad():  # the loop, which may call this, records nothing
             views = [tensor.view_as(tensor) for tensor in problem.sources]
-        problem = problem.with_sources(views)
-        if split is None or (new := problem.structure(Splitting)) is None:
-            z = z.detach().requires_grad_()
-            return cls(problem, views, z, reusable_record(problem, z))
-        z = z.detach()  # autograd is asked for no product with W^T
-        new.share(split)
-        if pre is None:
-            with torch.no_grad():
-                pre = new.preactivation(z)
-        return cls(problem, views, z, new.recorded(z, pre), new, pre)
+        return problem.with_sources(views), views
+
+    @classmethod
+    def of(cls, problem: Problem, z: Tensor) -> Record:
+        problem, views = cls.viewed(problem)
+        z = z.detach().requires_grad_()
+        return cls(problem, views, z, reusable_record(problem, z))
+
+    def pull(self, adjoint: Adjoint, cotangent: Tensor) -> Tensor:
+        """Return the cotangent of ``image``: u = (I - J^T)^-1 v, J the Jacobian of the recorded map z -> image."""
+        cotangent = cotangent.detach()
+        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
+        system = AdjointProblem(self.problem, self.z, self.image, torch.where(finite, cotangent, 0.0))
+        u = adjoint.solve(system, system.cotangent if adjoint.start is None else adjoint.start(system.cotangent))
+        return torch.where(finite, u, cotangent)  # a loss that is NaN or infinite stays so: gradient scalers check it
+
+    def full(self, u: Tensor, cotangent: Tensor) -> Tensor:
+        """Return the u that belongs to f from that of ``image``."""
+        return u
+
+    def value(self) -> Tensor:
+        """Return f(z)."""
+        return self.image.detach()
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A structure of f that records f by itself, for a backward pass by the solver that needs it."""
+
+    def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> Record: ...
 
 
 @dataclass
@@ -207,45 +224,18 @@ class Adjoint:
     batch: int
     start: Callable[[Tensor], Tensor] | None = None  # guesses u from v
 
-    def attach(
-        self, problem: Problem, solution: Tensor, *, pre: Tensor | None = None, record: Record | None = None
-    ) -> tuple[Tensor, Record]:
-        """Return ``solution`` with the gradient of a fixed point of ``problem``, and the record that provides it.
+    def record(self, problem: Problem, solution: Tensor, companion: Tensor | None) -> Record:
+        shown = problem.structure(self.solver.needs) if self.solver.needs else None
+        if isinstance(shown, Recordable):
+            return shown.record(problem, solution, companion)
+        return Record.of(problem, solution)
 
-        Nothing is evaluated again if f has been recorded at the solution, or if a splitting solver knows ``pre`` = W z + b.
-        """
-        if record is None:
-            split = problem.structure(Splitting) if self.solver.needs is Splitting else None
-            record = Record.of(problem, solution, pre, split=split)
-        if record.split is None:
-            first, full, before = partial(self.pull, record), None, record.image.detach
-        else:
-            assert record.pre is not None
-            first, full = partial(self.pull_by_splitting, record, record.split), record.split.product_adjoint
-            before = partial(record.split.activation, record.pre)
+    def attach(self, problem: Problem, solution: Tensor, record: Record) -> Tensor:
+        """Return ``solution`` with the gradient of a fixed point of ``problem``, which ``record`` provides."""
         sources = problem.sources
         captured = captured_tensors(record.image, [record.z, *record.views], problem.visible_tensors)
-        higher = partial(self.differentiable_pull, problem, before, len(sources), full)
-        return _Attach.apply(first, higher, record.image, solution, *sources, *captured), record
-
-    def pull(self, record: Record, cotangent: Tensor) -> Tensor:
-        """Return u = (I - J^T)^-1 v, J the Jacobian of the recorded map z -> image."""
-        cotangent = cotangent.detach()
-        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = AdjointProblem(record.problem, record.z, record.image, torch.where(finite, cotangent, 0.0))
-        u = self.solve(system, system.cotangent if self.start is None else self.start(system.cotangent))
-        return torch.where(finite, u, cotangent)  # a loss that is NaN or infinite stays so: gradient scalers check it
-
-    def pull_by_splitting(self, record: Record, split: Splitting, cotangent: Tensor) -> Tensor:
-        """Return J u, the cotangent of W z + b, where f(z) = s(W z + b), J = s' and u = v + W^T (J u) (theorem 3)."""
-        problem, pre = record.problem, record.image.detach()
-        cotangent = problem.layout.arranged(cotangent.detach())
-        finite = torch.isfinite(cotangent.sum(dim=1))[:, None]  # a sum with a NaN is NaN
-        if not (whole := bool(finite.all())):  # or the sum has overflowed
-            finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = SplitAdjoint(problem, split.adjoint(pre, cotangent if whole else torch.where(finite, cotangent, 0.0)))
-        u = self.solve(system, torch.zeros_like(cotangent) if self.start is None else self.start(cotangent))
-        return u if whole else torch.where(finite, u, cotangent)
+        higher = partial(self.differentiable_pull, problem, record, len(sources))
+        return _Attach.apply(partial(record.pull, self), higher, record.image, solution, *sources, *captured)
 
     def solve(self, system: Problem, guess: Tensor) -> Tensor:
         """Return the solution of an adjoint system, and report it."""
@@ -266,9 +256,8 @@ class Adjoint:
     def differentiable_pull(
         self,
         problem: Problem,
-        before: Callable[[], Tensor],
+        record: Record,
         count: int,
-        full: Callable[[Tensor], Tensor] | None,
         u: Tensor,
         cotangent: Tensor,
         value: Tensor,
@@ -276,13 +265,12 @@ class Adjoint:
     ) -> Sequence[Tensor]:
         """Return u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, differentiably."""
         sources, captured = tensors[:count], tensors[count:]
-        if full is not None:
-            with torch.no_grad():
-                u = cotangent + full(u)
+        with torch.no_grad():
+            u, before = record.full(u, cotangent), record.value()
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
-        if not agree(problem, image, before()):
+        if not agree(problem, image, before):
             raise RuntimeError(
                 "f has changed since the forward pass, so its second derivative is not available: parameters were "
                 "swapped (torch.func.functional_call around the layer: call it inside f instead), inputs overwritten, "
@@ -295,7 +283,7 @@ class Adjoint:
         system = AdjointProblem(there, at, image, cotangent)
         solver = GMRES() if self.solver.needs else self.solver  # this system has no structure to split
         again = dataclasses.replace(self, solver=solver, start=None, report=Report(self.report.on_failure))
-        u, _ = again.attach(system, u)
+        u = again.attach(system, u, Record.of(system, u))
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
 
@@ -342,29 +330,6 @@ class AdjointProblem(DerivedProblem):
         inner = self.problem.with_sources(others)
         z = z if z.requires_grad else z.detach().requires_grad_()
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
-
-
-class SplitAdjoint(DerivedProblem):
-    """u -> J (W^T u + v): the adjoint system of z = s(W z + b) in a form that splitting solvers can use."""
-
-    affine = True
-
-    def __init__(self, problem: Problem, split: Splitting):
-        super().__init__(problem)
-        self.split = split
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        self.count.add(rows.shape[0])
-        with torch.no_grad():
-            return self.split.activation(self.split.preactivation(rows))
-
-    def structure(self, kind: type[AnyStructure]) -> AnyStructure | None:
-        return self.split if isinstance(self.split, kind) else None
-
-    def take(self, rows: Tensor) -> SplitAdjoint:
-        taken = SplitAdjoint(self.problem, self.split.take(rows, cast(FunctionProblem, self.problem)))
-        taken.count = self.count
-        return taken
 
 
 def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:

@@ -6,17 +6,13 @@ from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.newton import NewtonKrylov
 from equipoise.solvers.picard import Picard
-from equipoise.solvers.splitting import DouglasRachford, ForwardBackward, PeacemanRachford
 
 __all__ = [
     "GMRES",
     "Anderson",
     "BiCGStab",
     "Broyden",
-    "DouglasRachford",
-    "ForwardBackward",
     "NewtonKrylov",
-    "PeacemanRachford",
     "Picard",
     "Progress",
     "Solver",

@@ -1430,8 +1430,8 @@ REFUSED = {
     "perturb": ({"perturb": True}, "perturb is True; allowed: 'train', 'always', 'off'"),
     "perturb one": ({"perturb": "train", "scales": (1,)}, "perturb is 'train', and there is one branch.*'off', or"),
     "perturbation": ({"perturbation": -1}, "perturbation is -1; it must be a number of at least 0"),
-    "gelu": ({"activation": "gelu"}, "activation is 'gelu'; it is not a proximal map.*Offered: relu"),
-    "a module": ({"activation": nn.SiLU()}, "activation is SiLU.*not a proximal map.*Offered: relu"),
+    "gelu": ({"activation": "gelu"}, "activation is 'gelu'; it is not a proximal map.*Supported: relu"),
+    "a module": ({"activation": nn.SiLU()}, "activation is SiLU.*not a proximal map.*Supported: relu"),
     "activation": ({"activation": "rellu"}, "no activation 'rellu'; did you mean 'relu'"),
     "mean and std": ({"mean": (0.5,) * 3}, r"mean is \(0.5, 0.5, 0.5\) and std is \(0.5,\)"),
 }

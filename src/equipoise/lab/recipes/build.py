@@ -40,9 +40,9 @@ SOLVERS = Registry(
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
         "proximal-gradient": "equipoise.models.opteq.descent:ProximalGradient",
         "fista": "equipoise.models.opteq.descent:FISTA",
-        "forward-backward": "equipoise.solvers:ForwardBackward",
-        "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
-        "douglas-rachford": "equipoise.solvers:DouglasRachford",
+        "forward-backward": "equipoise.operators.splitting:ForwardBackward",
+        "peaceman-rachford": "equipoise.operators.splitting:PeacemanRachford",
+        "douglas-rachford": "equipoise.operators.splitting:DouglasRachford",
     },
     Solver,
 )
