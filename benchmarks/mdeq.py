@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 import equipoise as eq
 from equipoise.lab.runs.machine import keep_freed_memory
+from equipoise.problem.layout import row_norms
 from equipoise.problem.scope import Scope
-from equipoise.tolerance import row_norms
 from measuring import peak_of, seconds
 from tables import Row, show
 

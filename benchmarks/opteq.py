@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from equipoise.gradients.rules import GradientRule
+from equipoise.gradients import GradientRule
 from equipoise.lab.runs.machine import keep_freed_memory
 from measuring import peak_of, seconds
 from tables import Row, show

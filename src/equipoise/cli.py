@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import equipoise
 from equipoise.command_start import imports_are_done
 from equipoise.lab.format import printable, printable_text
+from equipoise.options import did_you_mean
 from equipoise.registry import MissingPackage, Trust, UnknownOption, UntrustedName
 
 if TYPE_CHECKING:
@@ -34,18 +34,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             known = [word.strip("' ") for word in found[2].split(",")]
-            message = f"there is no {found[1]!r};{hint(found[1], known)} known: {', '.join(known)}."
+            message = (
+                f"there is no {found[1]!r}; {did_you_mean(found[1], known, cutoff=0.65)}known: {', '.join(known)}."
+            )
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
     def options(self) -> list[str]:
         return [option for option in self._option_string_actions if option.startswith("--")]
-
-
-def hint(word: str, known: Sequence[str]) -> str:
-    bare = {option.lstrip("-"): option for option in known}  # dashes are no likeness
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.65)
-    return f" did you mean {bare[near[0]]!r}?" if near else ""
 
 
 def parser() -> Parser:
@@ -318,14 +314,14 @@ def no_such_argument(arguments: Any, words: Sequence[str]) -> str:
     word, equals, value = words[0].partition("=")
     if not equals and len(words) > 1 and not words[1].startswith("-"):
         value = words[1]
-    near = hint(word, options)
+    near = did_you_mean(word, options, cutoff=0.65)
     if word.startswith("--") and not near and (keys := meant_keys(arguments, word.lstrip("-").replace("-", "_"))):
         either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
         return f"there is no argument {words[0]!r}; a recipe is changed by key=value: {either}."
     if word.startswith("--") and not near and hasattr(arguments, "changes") and not hasattr(arguments, "recipe"):
         change = f"{word.lstrip('-').replace('-', '_')}={value or 'VALUE'}"
         return f"there is no argument {words[0]!r}; an option of the task is given as key=value: {change}."
-    return f"there is no argument {words[0]!r};{near} options: {', '.join(options)}."
+    return f"there is no argument {words[0]!r}; {near}options: {', '.join(options)}."
 
 
 def meant_keys(arguments: Any, word: str) -> list[str]:

@@ -747,7 +747,7 @@ def test_the_whole_recipe_is_the_same_in_a_phase_that_says_nothing(write):
         ('[solver]\nname = "anderson"\n\nmemmory = 3  # <-', "solver 'anderson' has no option 'memmory'; did you mean"),
         ('[solver]  # <-\nname = "anderson"\nmemory = 0', "solver: Anderson.memory is 0; it must be a whole number"),
         ("[tolerance]\nrelativ = 1  # <-", "tolerance has no option 'relativ'; did you mean 'relative'?"),
-        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number at least 0"),
+        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number of at least 0"),
         ('[gradient]\nname = "implicit"\nsolvr = 3  # <-', "gradient 'implicit' has no option 'solvr'; did you mean"),
         ('[gradient]  # <-\nname = "phantom"\nsteps = 0', "gradient: PhantomGradient.steps is 0"),
         (
@@ -883,7 +883,7 @@ def test_names_are_found_beside_the_recipe(tmp_path, monkeypatch):
         ("task", "odd_things:number", "it must be a class derived from equipoise.tasks.base.Task."),
         ("optimizer", "odd_things:Thing", "it must be a class derived from torch.optim.optimizer.Optimizer."),
         ("solver", "odd_things:Thing", "it must be a class derived from equipoise.solvers.base.Solver."),
-        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.rules.GradientRule."),
+        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.base.GradientRule."),
     ],
 )
 def test_things_of_another_kind_are_refused_on_their_line(write, part, name, words):

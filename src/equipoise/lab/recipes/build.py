@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.gradients.rules import GradientRule
+from equipoise.gradients import GradientRule
 from equipoise.lab.data import DATA_SETS, FACTS
 from equipoise.lab.recipes.recipe import Named, Recipe, RecipeError, Source, Where
 from equipoise.models import MODELS
@@ -38,11 +38,11 @@ SOLVERS = Registry(
         "anderson": "equipoise.solvers:Anderson",
         "broyden": "equipoise.solvers:Broyden",
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
-        "proximal-gradient": "equipoise.solvers:ProximalGradient",
-        "fista": "equipoise.solvers:FISTA",
-        "forward-backward": "equipoise.solvers:ForwardBackward",
-        "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
-        "douglas-rachford": "equipoise.solvers:DouglasRachford",
+        "proximal-gradient": "equipoise.models.opteq.descent:ProximalGradient",
+        "fista": "equipoise.models.opteq.descent:FISTA",
+        "forward-backward": "equipoise.operators.splitting:ForwardBackward",
+        "peaceman-rachford": "equipoise.operators.splitting:PeacemanRachford",
+        "douglas-rachford": "equipoise.operators.splitting:DouglasRachford",
     },
     Solver,
 )
@@ -54,9 +54,9 @@ BACKWARD_SOLVERS = Registry(  # the backward problem is linear
 GRADIENTS = Registry(
     "gradient",
     {
-        "implicit": "equipoise.gradients.rules:ImplicitGradient",
-        "phantom": "equipoise.gradients.rules:PhantomGradient",
-        "unrolled": "equipoise.gradients.rules:UnrolledGradient",
+        "implicit": "equipoise.gradients:ImplicitGradient",
+        "phantom": "equipoise.gradients:PhantomGradient",
+        "unrolled": "equipoise.gradients:UnrolledGradient",
     },
     GradientRule,
 )

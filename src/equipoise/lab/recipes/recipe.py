@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
-import difflib
 import re
 import tomllib
 import types
@@ -17,7 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from equipoise.registry import ANYTHING, NOTHING, Trust, unknown
+from equipoise.options import nearest, unknown
+from equipoise.registry import ANYTHING, NOTHING, Trust
 from equipoise.tolerance import Tolerance
 
 
@@ -279,8 +279,7 @@ def read_table(kind: Any, value: Any, path: tuple[str, ...], where: Where) -> An
         elif "options" in fields:
             options[key] = entry
         else:
-            near_by = bool(difflib.get_close_matches(key, fields, n=1, cutoff=0.75))
-            meant = [] if path or near_by else full_keys(key, value)
+            meant = [] if path or nearest(key, fields, cutoff=0.75) else full_keys(key, value)
             known = no_such_key(key, meant) if meant else unknown("key", key, fields)
             raise where.error((*path, key), (f"in {'.'.join(path)}, " if path else "") + known)
     for name, f in fields.items():
@@ -337,8 +336,8 @@ def full_keys(word: str, tables: dict[str, Any]) -> list[str]:
         every |= {(section, f.name) for k in kinds for f in dataclasses.fields(k) if f.name != "options"}
     every |= {("tolerance", f.name) for f in dataclasses.fields(Tolerance)}
     ends = {path[-1] for path in every if not path[-1].isdecimal()}
-    near = [word] if word in ends else difflib.get_close_matches(word, sorted(ends), n=1, cutoff=0.75)
-    return sorted(".".join(path) for path in every if path[-1] in near)[:3]
+    near = word if word in ends else nearest(word, sorted(ends), cutoff=0.75)
+    return sorted(".".join(path) for path in every if path[-1] == near)[:3]
 
 
 def no_such_key(word: str, meant: list[str]) -> str:

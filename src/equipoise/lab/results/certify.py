@@ -24,8 +24,7 @@ from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.mondeq.certificate import Certificate, Certifier
 from equipoise.models.mondeq.model import MonDEQ
-from equipoise.operators.base import is_positive
-from equipoise.options import options, require
+from equipoise.options import is_number, options, require
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
 
@@ -55,7 +54,7 @@ class Certify:
         require(self, "samples", at_least=0, whole=True)
         require(self, "steps", at_least=1, whole=True)
         require(self, "relative", above=0.0, below=1.0)
-        if not (isinstance(self.radii, Sequence) and all(map(is_positive, self.radii))):
+        if not (isinstance(self.radii, Sequence) and all(is_number(radius, above=0) for radius in self.radii)):
             raise ValueError(
                 f"Certify.radii is {self.radii!r}; it must be a list of numbers above 0, such as [0.1, 0.5]."
             )

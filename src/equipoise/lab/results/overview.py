@@ -16,7 +16,7 @@ from equipoise.lab.recipes.build import build_model
 from equipoise.lab.recipes.recipe import Recipe, RecipeError, Source, kind_of, open_recipe, recipe_names, recipes_folder
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.training.evaluate import parameter_count
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 # Shapes and numbers of classes of known sets, so that parameters can be counted without loading data.
 KNOWN_FACTS = {

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.lab.runs import checkpoints
 from equipoise.lab.recipes.build import MODEL_SECTIONS, build_model, require_trust
 from equipoise.lab.recipes.recipe import Recipe, saved_source
+from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run, RunError, open_run
 from equipoise.registry import Trust
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium, watch_solves
-from equipoise.gradients.rules import UnrolledGradient
+from equipoise.gradients import UnrolledGradient
 from equipoise.lab.data import Batch, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.files import write_json

@@ -41,8 +41,9 @@ from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.lab.training.trainer import data_of
 from equipoise.models.mdeq.model import MultiscaleCell
+from equipoise.problem.layout import relative_residual, row_distances, row_norms
 from equipoise.solvers import Broyden, Picard, Progress, Solver
-from equipoise.tolerance import Tolerance, relative_residual, row_distances, row_norms
+from equipoise.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium, watch_solves
-from equipoise.gradients.rules import ImplicitGradient
+from equipoise.gradients import ImplicitGradient
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.results.figures import (
     BLUE,
@@ -43,9 +43,8 @@ from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.lab.training.statistics import DIRECTIONS
 from equipoise.lab.training.trainer import data_of
 from equipoise.operators import MonotoneProblem
+from equipoise.operators.splitting import ForwardBackward, PeacemanRachford, SplittingSolver
 from equipoise.problem.layout import leaves, rebuild
-from equipoise.solvers import ForwardBackward, PeacemanRachford
-from equipoise.solvers.splitting import SplittingSolver
 from equipoise.stability import spectral_radius
 from equipoise.tolerance import Tolerance
 
