@@ -98,15 +98,19 @@ def test_code_runs_and_prints_what_is_shown(page):
             importlib.import_module("torchdeq")
     for block, printed in outputs(page):
         shown, real = words(block.content), words(printed)
-        assert NUMBER.sub("N", shown) == NUMBER.sub("N", real)
+        assert skeleton(shown) == skeleton(real)
         if block.language == "text":
             for said, measured in zip(NUMBER.findall(shown), NUMBER.findall(real), strict=True):
                 assert close(said, measured), f"the page says {said} where the code prints {measured}: {real}"
 
 
 def words(text: str) -> str:
-    """The text without its line breaks, since pages wrap long lines."""
-    return " ".join(text.split())
+    """The text without its line breaks, since pages wrap long lines, and with rules of one length."""
+    return " ".join(re.sub("---+", "---", text).split())
+
+
+def skeleton(text: str) -> str:
+    return NUMBER.sub("N", words(text))
 
 
 def close(said: str, measured: str) -> bool:
@@ -137,6 +141,8 @@ def update(page: Path) -> None:
     """Write the present outputs into a page."""
     text = page.read_text()
     for block, printed in sorted(outputs(page), key=lambda pair: -pair[0].start):  # from the end, so that places hold
+        if block.language != "text" and skeleton(block.content) == skeleton(printed):
+            continue
         lines = [
             piece
             for line in printed.rstrip().splitlines()
