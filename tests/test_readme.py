@@ -37,6 +37,35 @@ def test_one_version():
     assert re.search(rf"^## \[{re.escape(eq.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
+def test_what_is_said_of_the_benchmark_is_what_was_measured():
+    """The tables are generated from this file; these are the sentences below them in docs/benchmarks.md."""
+    tables = json.loads((ROOT / "results" / "benchmarks" / "bench.json").read_text())["tables"]
+
+    def column(start, name, end=""):
+        (rows,) = (rows for title, rows in tables.items() if title.startswith(start) and title.endswith(end))
+        return {row["solver"]: row.get(name) for row in rows}
+
+    def ours(values):
+        return [value for solver, value in values.items() if not solver.startswith("torchdeq")]
+
+    dense, conv, multiscale = (column(f"{n} ", "time ratio", "differentiate") for n in ("(i)", "(ii)", "(iii)"))
+    plain = "torchdeq fixed_point_iter"
+    assert max(dense["Picard()"], dense[plain]) < min(v for k, v in dense.items() if k not in ("Picard()", plain))
+    assert min(v for v in conv.values() if v) == conv["Anderson(6)"]
+    assert column("(ii) ", "to 1e-06", ": solve")["torchdeq anderson"] is None
+    assert conv["torchdeq broyden"] > 10
+    assert 1.5 < conv[plain] < 2.5
+    assert max(*ours(multiscale), multiscale[plain]) < 1.25 * min(*ours(multiscale), multiscale[plain])
+    assert min(multiscale["torchdeq anderson"], multiscale["torchdeq broyden"]) > 2
+    calls, overhead = (column("(ii) ", name, ": solve") for name in ("to 1e-06", "overhead"))
+    assert calls["Broyden(12)"] <= calls["torchdeq broyden"]
+    assert overhead["Broyden(12)"] < overhead["torchdeq broyden"] / 4
+    growth = column("peak memory", "growth")
+    assert growth.pop("torchdeq broyden") > 5
+    assert max(growth.values()) < 1.1
+    assert max(ours(column("one slow sample", "ratio"))) < 1.15
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.result.json")), ids=lambda path: path.name)
 def test_the_table_of_results_says_what_the_runs_say(path):
     name = path.relative_to(ROOT / "results").as_posix().removesuffix(".result.json")
