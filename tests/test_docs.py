@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -220,6 +221,12 @@ def test_names_exist(page):
         value = eq
         for part in name.split("."):
             value = getattr(value, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_full_names_exist(page):
+    for name in set(re.findall(r"`(equipoise\.[A-Za-z_0-9.]+)`", page.read_text())):
+        pkgutil.resolve_name(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
