@@ -16,7 +16,7 @@ from equipoise.models.opteq.model import SIZES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SAID = " ".join((ROOT / "results" / "README.md").read_text().split())  # of the results, wherever lines end
+SAID = " ".join((ROOT / "results" / "README.md").read_text().split())  # without line breaks
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 
@@ -95,7 +95,7 @@ def test_the_residuals_of_mdeq_are_those_of_the_log():
     solves = [solve for epoch in epochs for part in ("train", "test") for solve in epoch[part]["solver"].values()]
     assert {result for solve in solves for result in solve["results"]} == {"MAX_STEPS"}
     ends = [epoch["test"]["solver"]["forward"]["residual"]["median"] for epoch in epochs]
-    assert f"a residual of {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} in the warm-up" in SAID
+    assert f"over the test images is {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} in the warm-up" in SAID
     assert f"then between {min(ends[3:]):.3f} and {max(ends[3:]):.3f}" in SAID
 
 
@@ -118,7 +118,7 @@ def test_what_coupling_is_worth_after_an_epoch_is_lost_among_the_seeds():
     assert conv["measured"] - conv["spread"] > max(row["measured"] + row["spread"] for row in rows if row is not conv)
 
 
-def test_the_commonest_class_of_camvid_is_worth_what_is_told():
+def test_predicting_the_most_frequent_class_of_camvid_scores_as_stated():
     try:
         data = load("camvid", folders=[ROOT.parent / "shared" / "data"], validation=0)
     except MissingData as missing:
@@ -127,22 +127,20 @@ def test_the_commonest_class_of_camvid_is_worth_what_is_told():
     masks = [split.read(torch.arange(len(split)))[1].flatten().long() for split in (data.train, data.test)]
     train, test = (torch.bincount(mask[mask < classes], minlength=classes).double() for mask in masks)
     share = (test[train.argmax()] / test.sum()).item()
-    told = (
-        f"{data.class_names[train.argmax()]}, gives a mean IoU of {share / classes:.2%} and {share:.2%} of the pixels"
-    )
-    assert told in SAID
+    stated = f"{data.class_names[train.argmax()]}, gives a mean IoU of {share / classes:.2%} and a pixel accuracy of {share:.2%}"
+    assert stated in SAID
 
 
 def score(test):
     if "accuracy" in test:
         return f"{test['accuracy']:.2%}"
-    return f"{test['mean IoU']:.2%} mean IoU, {test['pixel accuracy']:.2%} of the pixels"
+    return f"{test['mean IoU']:.2%} mean IoU, {test['pixel accuracy']:.2%} pixel accuracy"
 
 
-def test_the_sizes_of_mdeq_are_those_that_are_told():
-    told = re.findall(r"^\| `(\S+)`[^|]*\|[^|]*\| ([\d,]+)", (ROOT / "docs" / "mdeq.md").read_text(), re.M)
-    assert len(told) == 10
-    for name, count in told:
+def test_the_sizes_of_mdeq_are_as_stated():
+    stated = re.findall(r"^\| `(\S+)`[^|]*\|[^|]*\| ([\d,]+)", (ROOT / "docs" / "mdeq.md").read_text(), re.M)
+    assert len(stated) == 10
+    for name, count in stated:
         head = "segmentation" if name.startswith("cityscapes") else "classification"
         classes = {"cifar10": 10, "imagenet": 1000, "cityscapes": 19}[name.partition("-")[0]]
         with torch.device("meta"):
@@ -150,10 +148,12 @@ def test_the_sizes_of_mdeq_are_those_that_are_told():
         assert f"{sum(p.numel() for p in model.parameters()):,}" == count.rstrip(",")
 
 
-def test_the_sizes_of_opteq_are_those_that_are_told():
-    told = re.findall(r"^\| `(\S+)`([^|]*)\| (\d+) \|.*\| ([\d,]+) \|$", (ROOT / "docs" / "opteq.md").read_text(), re.M)
-    assert [name for name, *_ in told] == list(SIZES)
-    for name, note, channels, count in told:
+def test_the_sizes_of_opteq_are_as_stated():
+    stated = re.findall(
+        r"^\| `(\S+)`([^|]*)\| (\d+) \|.*\| ([\d,]+) \|$", (ROOT / "docs" / "opteq.md").read_text(), re.M
+    )
+    assert [name for name, *_ in stated] == list(SIZES)
+    for name, note, channels, count in stated:
         assert SIZES[name].channels == int(channels)
         side = {"imagenette": 256, "imagenet": 224}.get(name.partition("-")[0], 32)
         with torch.device("meta"):
@@ -175,7 +175,7 @@ def test_what_is_said_of_figure_6_is_what_was_measured():
     cifar, camvid = json.loads((ROOT / "results" / "mdeq" / "figure6.json").read_text())["runs"]
     first, second, third = cifar["summary"]["Broyden, trained"].values()
     ends = [cifar["curves"][f"{solver}, trained"]["mean"][-1] for solver in ("Broyden", "plain iteration")]
-    assert f"after {first}, {second} and {third} evaluations of f by Broyden's method" in SAID
+    assert f"after {first}, {second} and {third} evaluations of f with Broyden's method" in SAID
     assert f"ends at {ends[0]:.1e} after 50; plain iteration ends at {ends[1]:.3f}" in SAID
     assert f"takes {camvid['summary']['Broyden, trained']['0.1']} evaluations to 0.1" in SAID
     assert min(camvid["curves"]["plain iteration, trained"]["mean"]) > 0.5
@@ -211,7 +211,7 @@ def test_what_is_said_of_the_pair_of_193k_is_what_was_measured():
         ends.append((epoch["test"]["accuracy"], epoch["val"]["accuracy"], *evaluations))
     tested, validated, forward, backward = zip(*ends, strict=True)
     assert f"is at {tested[0]:.2%} and POptEq at {tested[1]:.2%}" in SAID
-    assert f"it is {validated[0]:.2%} and {validated[1]:.2%}" in SAID
+    assert f"on the validation images: {validated[0]:.2%} and {validated[1]:.2%}" in SAID
     assert f"of MOptEq takes {forward[0]:.1f} + {backward[0]:.1f} evaluations" in SAID
     assert f"one of POptEq {forward[1]:.1f} + {backward[1]:.1f}" in SAID
 
@@ -222,16 +222,16 @@ def test_what_is_said_of_attacks_is_what_was_measured():
     for row in measured["rows"]:
         models.setdefault(row["label"], []).append(row)
     samples = measured["samples"]
-    assert f"of {samples:,} test images models of seed {measured['seed']}" in SAID
-    told = []
+    assert f"on {samples:,} test images, for models of seed {measured['seed']}" in SAID
+    stated = []
     for label, measures in models.items():
         made = [(row["radius"], row["attack"]) for row in measures]
         assert made == [(radius, attack) for radius in (2, 8) for attack in ("pgd", "foolbox")]
         (clean,), robust = {row["accuracy"] for row in measures}, [row["robust accuracy"] for row in measures]
-        assert all(abs(ours - theirs) < 0.005 for ours, theirs in (robust[:2], robust[2:]))  # "Both attackers agree"
-        told.append((clean, *robust))
-        assert f"| {label} | {' | '.join(format(share, '.1%') for share in told[-1])} |" in SAID
-    for without, with_them in zip(*told, strict=True):
+        assert all(abs(ours - theirs) < 0.005 for ours, theirs in (robust[:2], robust[2:]))  # "The two attacks agree"
+        stated.append((clean, *robust))
+        assert f"| {label} | {' | '.join(format(share, '.1%') for share in stated[-1])} |" in SAID
+    for without, with_them in zip(*stated, strict=True):
         error = sum(share * (1 - share) / samples for share in (without, with_them)) ** 0.5
         assert abs(without - with_them) < 2 * error
 
@@ -244,22 +244,22 @@ def test_what_is_said_of_figure_2_is_what_was_measured():
     assert f"a lower average D, {coupled['average D']:.3g} against {parallel['average D']:.3g}" in SAID
     assert f"no higher H, {coupled['average H']:.3g} against {parallel['average H']:.3g}" in SAID
     squares = [run["average square"] for run in (coupled, parallel)]
-    assert f"its z is smaller, {squares[0]:.3g} against {squares[1]:.3g} in the square" in SAID
+    assert f"z is smaller, with a mean squared norm per channel of {squares[0]:.3g} against {squares[1]:.3g}" in SAID
     assert coupled["average D"] / squares[0] > parallel["average D"] / squares[1]
     of_channels = [run["diagonal dominance"] for run in (coupled, parallel)]
-    assert f"have {of_channels[0]:.2f} of the mean product of different ones, against {of_channels[1]:.2f}" in SAID
+    assert f"are {of_channels[0]:.2f} of the mean product of different ones, against {of_channels[1]:.2f}" in SAID
     assert max(of_channels) < 1
 
 
 def test_what_is_said_of_figure_3a_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "figure3a.json").read_text())
     (run,), places = measured["runs"], [measured["eps"].index(size) for size in (0.1, 0.3)]
-    found, noise = (
+    perturbed, noise = (
         " and ".join(f"{run['accuracy'][kind]['mean'][i]:.1%}" for i in places)
         for kind in ("reconstructed", "bernoulli")
     )
-    assert f"Of {run['samples']:,} test images it gets {run['clean accuracy']:.1%} right as they are" in SAID
-    assert f"by 0.1 and 0.3 that is {found}, where noise of the same size leaves {noise}" in SAID
+    assert f"On {run['samples']:,} test images, accuracy is {run['clean accuracy']:.1%} without" in SAID
+    assert f"{perturbed} with perturbations of 0.1 and 0.3, and {noise} with noise of the same size" in SAID
 
 
 def test_what_is_said_of_figure_3b_is_what_was_measured():
@@ -276,13 +276,11 @@ def test_what_is_said_of_figure_3c_is_what_was_measured():
     measured = json.loads((ROOT / "results" / "opteq" / "figure3c.json").read_text())
     assert [run["gamma"] for run in measured["augmented"]] == [0, 1e-7, 1e-6]
     first, second, third = [f"{run['accuracy']:.2%}" for run in measured["augmented"]]
-    told = (
-        f"{first}, {second} and {third} for γ = 0, 1e-7 and 1e-6, and {measured['coupled']['accuracy']:.2%} of a MOptEq"
-    )
-    assert told in SAID
+    stated = f"{first}, {second} and {third} for γ = 0, 1e-7 and 1e-6, and {measured['coupled']['accuracy']:.2%} for a MOptEq"
+    assert stated in SAID
     assert f"MOptEq has {measured['coupled']['accuracy']:.2%} and POptEq without fusion {first}" in SAID  # gamma 0
     beyond = json.loads((ROOT / "results" / "opteq" / "figure3c-1e-5.json").read_text())
-    assert f"outgrow the loss and {beyond['test']['accuracy']:.2%} are left" in SAID
+    assert f"dominate the loss and accuracy drops to {beyond['test']['accuracy']:.2%}" in SAID
     assert measured["augmented"][0]["accuracy"] >= max(run["accuracy"] for run in measured["augmented"])
 
 
