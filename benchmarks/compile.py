@@ -3,8 +3,8 @@
     python benchmarks/compile.py [--only STRING] [--rounds N] [--threads N] [--json F]
 
 A step is forward pass, cross entropy, implicit backward pass and Adam, on random images and the initial weights of a
-model, which a learning rate of 0 preserves, so that both solve the same problems. They run in turns in one process after
-a warm-up, in which everything is compiled. Times are medians; the ratio is the median over the rounds of the plain time
+model, kept by a learning rate of 0, so that both solve the same problems. They run in turns in one process after a
+warm-up, in which everything is compiled. Times are medians; the ratio is the median over the rounds of the plain time
 divided by the compiled one. "compile s" is the time of the warm-up beyond a step, without a cache of earlier runs.
 """
 

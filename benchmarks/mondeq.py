@@ -289,7 +289,7 @@ def main() -> None:
         for row in compare(name, arguments.batch, arguments.rounds, arguments.scale, clock)
     ]
     title = (
-        f"iterations: forward/backward, of the slowest sample; off: from a solve at {TIGHT:.0e}; ratio: plain by this"
+        f"iterations: forward/backward, slowest sample; errors: from a solve at {TIGHT:.0e}; ratio: plain time / this"
     )
     show(title, timings)
     tables[title] = timings
