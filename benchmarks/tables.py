@@ -57,8 +57,8 @@ def summary(tables: dict[str, list[Row]]) -> Iterable[str]:
     yield "|---|" + "---:|" * len(SOLVERS)
     for number, name in PROBLEMS.items():
         yield line(f"time: {name}", table(tables, f"{number} ", "solve and differentiate"), "time ratio")
-    yield line("memory: 200 steps / 20 steps", table(tables, "peak memory"), "growth")
-    yield line("one slow sample of 128: work / least", table(tables, "one slow sample"), "ratio")
+    yield line("memory: 200 steps, relative to 20", table(tables, "peak memory"), "growth")
+    yield line("work: one slow sample of 128", table(tables, "one slow sample"), "ratio")
 
 
 def solvers(tables: dict[str, list[Row]]) -> Iterable[str]:

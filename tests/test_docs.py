@@ -16,8 +16,8 @@ import io
 import os
 import pkgutil
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -128,8 +129,11 @@ def generated(page: Path) -> list[tuple[str, str]]:
 
 def run(command: str) -> str:
     """The output of a command such as "python docs/import_graph.py"."""
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    _, script, *arguments = shlex.split(command)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT), mock.patch("sys.argv", [script, *arguments]):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if generated(page)], ids=name_of)
@@ -157,6 +161,14 @@ def update(page: Path) -> None:
     if text != page.read_text():
         page.write_text(text)
         print(f"updated {name_of(page)}")
+
+
+def test_the_picture_of_the_readme_can_be_drawn():
+    example = runpy.run_path(str(ROOT / "examples" / "settling.py"))
+    path, solution = example["settle"]()
+    assert solution.converged.all()
+    assert torch.allclose(path[-1], solution.value, atol=1e-3)
+    assert len(example["draw"](path, solution).axes) == 3
 
 
 def test_walks_are_as_long_as_said():
