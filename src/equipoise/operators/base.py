@@ -156,6 +156,18 @@ class MonotoneOperator(nn.Module, ABC):
                     return parameter
         return next(self.parameters())
 
+    def add_parameters(self, fresh: Callable[[], nn.Parameter]) -> None:
+        """Add A and B of eq. 5, and the learned scales g and h of E.2."""
+        self.A, self.B = fresh(), fresh()
+        if self.normalize:
+            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+
+    def scaled_parameters(self) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return A, B and g of W = (1 - m) I - g A^T A + B - B^T, normalized if asked for (E.2)."""
+        if not self.normalize:
+            return self.A, self.B, 1.0
+        return unit(self.A), self.h * unit(self.B), positive(self.g)
+
     def without_autocast(self) -> torch.autocast:
         """Switch autocast off: a factorisation or a transform in half precision is useless."""
         return torch.autocast(self.example.device.type, enabled=False)
