@@ -91,17 +91,15 @@ class MonotoneOperator(nn.Module, ABC):
         """W, derived once per solve."""
         return once_per_solve((id(self), "W"), self.derive)
 
-    def forward(self, z: Any) -> Any:
+    def forward(self, z: Any, *, adjoint: bool = False) -> Any:
         """Return W z."""
         z = self.checked(z)
         with self.without_autocast():
-            return self.multiply(self.weights, z, adjoint=False)
+            return self.multiply(self.weights, z, adjoint=adjoint)
 
     def adjoint(self, z: Any) -> Any:
         """Return W^T z."""
-        z = self.checked(z)
-        with self.without_autocast():
-            return self.multiply(self.weights, z, adjoint=True)
+        return self.forward(z, adjoint=True)
 
     def recorded(self, z: Any) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return W z for its gradient only: for each tensor, one it depends on linearly, and the transpose."""
