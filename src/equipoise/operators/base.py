@@ -130,7 +130,7 @@ class MonotoneOperator(nn.Module, ABC):
             return bound if math.isfinite(bound) else math.inf
 
         self.prepare("a bound of its norm")
-        return self.kept("bound", compute)
+        return self.cached("bound", compute)
 
     def typical_size(self) -> float:
         """Return a size between the smallest and largest of I - W: the geometric mean of m, two means, and about L."""
@@ -139,11 +139,11 @@ class MonotoneOperator(nn.Module, ABC):
             sizes = (self.m, *(float(size) for size in self.typical()), float(self.norm(bound=False)))
             return math.prod(size**0.25 for size in sizes) if all(map(math.isfinite, sizes)) else math.inf
 
-        return self.kept("typical", compute)
+        return self.cached("typical", compute)
 
     def is_finite(self) -> bool:
         """Return whether every weight is finite."""
-        return self.kept("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
+        return self.cached("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
 
     @property
     def example(self) -> Tensor:
@@ -205,7 +205,7 @@ class MonotoneOperator(nn.Module, ABC):
         other = next(tensor.dtype for tensor in given if tensor.dtype != dtype)
         raise TypeError(f"{type(self).__name__} has weights in {dtype} and z is {other}: give z.to({dtype}).")
 
-    def kept(self, name: str, compute: Callable[[], float]) -> float:
+    def cached(self, name: str, compute: Callable[[], float]) -> float:
         """Return a number computed from the weights, cached until they change."""
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
             self.forget_if_changed()
