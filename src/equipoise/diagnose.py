@@ -148,17 +148,6 @@ def non_finite(problem: FunctionProblem, samples: Tensor) -> list[str]:
     return [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "solver": lambda row: str(row["solver"]),
-    "converged": lambda row: f"{row['converged']}/{row['batch']}",
-    "evaluations": lambda row: str(row["evaluations"]),
-    "rows": lambda row: str(row["rows"]),
-    "median steps": lambda row: f"{row['median_steps']:.0f}",
-    "worst residual": lambda row: f"{row['worst_residual']:.1e}",
-    "time": lambda row: f"{row['time']:.2f} x",
-}
-
-
 @dataclass
 class Comparison:
     """A table with one row per solver; print it."""
@@ -166,13 +155,15 @@ class Comparison:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [[*COLUMNS], *([show(row) for show in COLUMNS.values()] for row in self.rows)]
-        first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-            for name, *cells in lines
+        width = max((len(str(row["solver"])) for row in self.rows), default=6)
+        heads = ("converged", "evaluations", "rows", "median steps", "worst residual", "time")
+        head = "{:{width}}  {}  {}  {:>7}  {}  {}  {:>8}".format("solver", *heads, width=width)
+        lines = [
+            f"{row['solver']!s:{width}}  {row['converged']:>4}/{row['batch']:<4}  {row['evaluations']:>11}  "
+            f"{row['rows']:>7}  {row['median_steps']:>12.0f}  {row['worst_residual']:>14.1e}  {row['time']:>6.2f} x"
+            for row in self.rows
         ]
-        return "\n".join([table[0], "-" * len(table[0]), *table[1:], "(time relative to the fastest that converged)"])
+        return "\n".join([head, "-" * len(head), *lines, "(time relative to the fastest that converged)"])
 
 
 def compare_solvers(

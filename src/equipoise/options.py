@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, TypedDict, Unpack, dataclass_transform
+from typing import Any, dataclass_transform
 
 
 class UnknownOption(TypeError):
@@ -49,16 +49,6 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
             raise UnknownOption(f"{owner} has no option {name!r}; {did_you_mean(name, known)}options: {listed}.", name)
 
 
-class Bounds(TypedDict, total=False):
-    """Bounds of a number: ``at_least`` and ``at_most`` include the bound itself; ``whole`` requires an int."""
-
-    at_least: float
-    above: float
-    at_most: float
-    below: float
-    whole: bool
-
-
 def is_number(
     value: object,
     at_least: float = -math.inf,
@@ -73,11 +63,14 @@ def is_number(
     return at_least <= value <= at_most and above < value < below
 
 
-def require_number(where: str, value: object, optional: bool = False, **bounds: Unpack[Bounds]) -> None:
-    """Raise unless ``value``, called ``where`` in the message, is a number within the bounds, or None if optional."""
-    if is_number(value, **bounds) or (optional and value is None):
+def require_number(where: str, value: object, *, whole: bool = False, optional: bool = False, **bounds: float) -> None:
+    """Raise unless ``value``, called ``where`` in the message, is a number within the bounds, or None if optional.
+
+    Args:
+        bounds: ``at_least``, ``above``, ``at_most`` and ``below``, as in :func:`is_number`.
+    """
+    if is_number(value, whole=whole, **bounds) or (optional and value is None):
         return
-    whole = bounds.pop("whole", False)
     within = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds.items())
     kind = "a whole number" if whole else "a number"
     allowed = f"{kind} of {within}" if within.startswith("at") else f"{kind} {within}".rstrip()
@@ -92,20 +85,14 @@ def require(
     *,
     among: Collection[Any] | None = None,
     kind: type | None = None,
+    whole: bool = False,
     optional: bool = False,
-    **bounds: Unpack[Bounds],
+    **bounds: float,
 ) -> None:
-    """Raise unless field ``name`` of ``owner`` has an allowed value.
-
-    Args:
-        among: allowed values.
-        kind: class of which the value must be an instance.
-        optional: whether None is allowed as well.
-        bounds: bounds of a number, if neither ``among`` nor ``kind`` is given.
-    """
+    """Raise unless field ``name`` of ``owner`` is one of ``among``, a ``kind``, or a number within the bounds."""
     value, where = getattr(owner, name), f"{type(owner).__name__}.{name}"
     if among is None and kind is None:
-        require_number(where, value, optional, **bounds)
+        require_number(where, value, whole=whole, optional=optional, **bounds)
     elif value is None and optional:
         return
     elif among is not None and value not in among:

@@ -29,10 +29,6 @@ class Trust:
     Args:
         modules: exact module names: "pkg" does not include "pkg.nets". None allows every module.
         folders: folders to search, after everything that is installed.
-
-    Example:
-        >>> with trusting(Trust(frozenset({"my_module"}))):
-        ...     MODELS["my_module:MyNet"]
     """
 
     modules: frozenset[str] | None = frozenset()
@@ -126,10 +122,8 @@ class Registry:
     """
 
     def __init__(self, kind: str, entries: dict[str, str], base: type | None = None, functions: bool = False):
-        self.kind = kind
-        self.entries = dict(entries)
-        self.base = base
-        self.functions = functions or base is None
+        self.kind, self.entries = kind, dict(entries)
+        self.base, self.functions = base, functions or base is None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -189,8 +183,7 @@ class WrongKind(UnknownName):
 class UntrustedName(ValueError):
     """Raised when a loaded file names code from outside the package that the caller has not trusted.
 
-    ``modules`` lists the modules to trust; ``reason`` is the message without the remedy, which differs between Python
-    and the command line.
+    ``modules`` are the modules to trust; ``reason`` is the message without the remedy (Python and the CLI differ).
     """
 
     def __init__(self, names: Iterable[tuple[str, str]], trust: Trust, file: str = ""):

@@ -117,8 +117,9 @@ class Statistics:
         return {r: n for r in Result if (n := codes.count(int(r)))}
 
     def failures(self) -> dict[Result, int]:
-        """Return :meth:`counts` of the samples that did not converge."""
-        return {r: n for r, n in self.counts().items() if r != Result.CONVERGED}
+        """Return :meth:`counts` without the samples that converged, the commonest result first."""
+        failures = [(r, n) for r, n in self.counts().items() if r != Result.CONVERGED]
+        return dict(sorted(failures, key=lambda failure: -failure[1]))
 
     def __str__(self) -> str:
         batch = self.result.numel()
@@ -180,7 +181,7 @@ class Solution:
 
     def __str__(self) -> str:
         if failures := self.stats.failures():
-            outcome = f"{tally(failures)}: {commonest(failures).message}"
+            outcome = f"{tally(failures)}: {next(iter(failures)).message}"
         elif self.backward is not None:
             outcome = f"backward: {' - '.join(str(self.backward).splitlines())}"
         elif not self.result.numel():
@@ -204,12 +205,8 @@ def tally(counts: dict[Result, int]) -> str:
     return ", ".join(f"{n} {result.name}" for result, n in counts.items())
 
 
-def commonest(counts: dict[Result, int]) -> Result:
-    return max(counts, key=counts.__getitem__)
-
-
 def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tuple[dict[Result, int], str]:
-    """Return the number of failures of each kind in the ``which`` ("forward", "backward") solve, and a remedy.
+    """Return :meth:`Statistics.failures` and a remedy for a "forward" or "backward" solve.
 
     Args:
         below_rounding: whether the tolerance is below rounding error.
@@ -217,7 +214,7 @@ def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tu
     failures = stats.failures()
     if not failures:
         return {}, ""
-    kind = commonest(failures)
+    kind = next(iter(failures))
     advice = kind.message
     if kind == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
         advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
@@ -236,11 +233,7 @@ class Report:
     solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
-        """Warn or raise if samples failed.
-
-        A warning contains no numbers, so that Python shows it once per line of user code and kind of failure. The
-        numbers are in the Solution, and in the error.
-        """
+        """Warn or raise if samples failed."""
         if self.on_failure == "ignore":
             return
         failures, advice = failure_advice(stats, which, below_rounding=below_rounding)
@@ -253,7 +246,8 @@ class Report:
                 f"worst residual {stats.residual[failed].max():.1e} after {stats.evaluations} evaluations). {advice}",
                 stats,
             )
-        kind = commonest(failures).name
+        # Without numbers, so that Python shows it once per line of user code and kind of failure.
+        kind = next(iter(failures)).name
         message = f"the {which} solve failed for some samples ({kind}; see Solution.stats). {advice}"
         warn_user(message, ConvergenceWarning)
 

@@ -370,7 +370,7 @@ def test_diagonal_is_its_own_derivative_and_can_be_narrowed():
     assert empty.prox(x[:0], 0.3).shape == x[:0].shape
 
 
-# Names and refusals
+# Names and rejections
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ class Squared(nn.Module):
 
 
 class GELU(nn.Module):
-    """Someone's own, of the same name."""
+    """A user's class with the same name."""
 
 
 NEITHER = "it decreases for some negative x, and its slope exceeds 1 for some positive x. Supported: relu, leaky-relu"
@@ -461,7 +461,7 @@ UNWRITTEN = "it is a proximal map, but its prox\\^alpha is not implemented"
         (nn.ReLU, TypeError, r"give an object: ReLU\(\)"),
     ],
 )
-def test_what_is_no_proximal_activation_is_refused(given, error, words):
+def test_what_is_not_a_proximal_activation_is_rejected(given, error, words):
     with pytest.raises(error, match=words):
         activation(given)
 
@@ -482,7 +482,7 @@ def test_what_is_no_proximal_activation_is_refused(given, error, words):
         "relu6",
     ],
 )
-def test_the_reason_of_a_refusal_is_true(name):
+def test_the_reason_given_for_a_rejection_is_true(name):
     x = torch.linspace(-8, 8, 4001, dtype=DOUBLE)
     slopes = getattr(F, name)(x).diff() / x.diff()
     decreases, steep = bool((slopes < -1e-9).any()), bool((slopes > 1 + 1e-9).any())
@@ -526,13 +526,13 @@ def test_a_bad_option_gets_its_sentence(make, error, words):
 
 @pytest.mark.parametrize("act", [Tanh(), LeakyReLU(), SoftThreshold()], ids=repr)
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])
-def test_an_alpha_that_is_none_is_refused(act, alpha):
+def test_an_invalid_alpha_is_rejected(act, alpha):
     with pytest.raises(ValueError, match="alpha is .*; it must be a number above 0"):
         act.prox(torch.ones(2), alpha)
 
 
 @pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), "1", None, True])
 @pytest.mark.parametrize("act", [Tanh(), LeakyReLU(), SoftThreshold()], ids=repr)
-def test_a_step_of_prox_that_is_none(act, alpha):
+def test_an_alpha_of_invalid_type_is_rejected(act, alpha):
     with pytest.raises((ValueError, TypeError), match=f"alpha is {alpha!r}; it must be a number above 0"):
         act.prox(torch.ones(2), alpha)

@@ -161,7 +161,7 @@ def batch_last(x):
 @pytest.mark.parametrize("h", [1.0, 1e2, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
 def test_many_channels(spec, h, dtype):
-    """Also where B outweighs the rest, and an inverse without pivots would lose its digits."""
+    """Also where B dominates, and inversion without pivoting would lose accuracy."""
     op, z = spec.build(dtype=dtype), spec.randn(dtype=dtype)
     with torch.no_grad():
         fill("h", h)(op)
@@ -500,7 +500,7 @@ def test_parameters_swapped_for_one_call(spec):
 
 
 class Shifted(nn.Module):
-    """The shift is a buffer, which no comparison of parameters sees."""
+    """The shift is a buffer, which comparing parameters alone would miss."""
 
     def __init__(self):
         super().__init__()
@@ -528,7 +528,7 @@ def test_parametrized_parameters(spec):
 
 @each_kind
 def test_another_m_is_another_operator(spec):
-    """m may be changed, or may not be; it must not be half changed."""
+    """m may be changeable or not, but never half changed."""
     op = spec.build()
     assert_true(spec, op)
     with contextlib.suppress(AttributeError):
@@ -677,7 +677,7 @@ def test_a_value_of_another_shape(spec, z, words):
 @pytest.mark.parametrize("spec", BOTH[2:], ids=str)
 @pytest.mark.parametrize("change", ["higher", "wider", "channels", "image"])
 def test_a_grid_of_another_size(spec, change):
-    """Every way in, with what is easily forgotten: the border."""
+    """At every entry point, with a reminder of the border."""
     op = spec.build(dtype=torch.float32)
     z = spec.randn(dtype=torch.float32)
     changes = {
@@ -771,7 +771,7 @@ def test_the_footprint_is_what_a_factorisation_takes(spec):
     ],
 )
 def test_the_estimate_is_near_the_memory_that_is_taken(make, recorded, tmp_path, monkeypatch):
-    """By torch's own record of every allocation; LAPACK's workspace is not in it."""
+    """Measured with torch's record of every allocation, which leaves out the workspace of LAPACK."""
     op = make()
     monkeypatch.setattr(capacity, "ALWAYS", 0)
     with torch.set_grad_enabled(recorded):
@@ -800,7 +800,7 @@ def peak_memory(run, path):
     return most
 
 
-def test_what_does_not_fit_is_told_before_it_is_tried(monkeypatch):
+def test_what_does_not_fit_is_rejected_before_it_is_computed(monkeypatch):
     monkeypatch.setattr(capacity, "available_memory", lambda device: 3 * 10**9)
     op = ops.MonotoneConv2d(200, (224, 224))  # 16 GB; nothing of that size is made here
     words = (
@@ -821,7 +821,7 @@ def test_what_does_not_fit_is_told_before_it_is_tried(monkeypatch):
         layer(z)
 
 
-def test_what_fits_is_not_refused(monkeypatch):
+def test_what_fits_is_allowed(monkeypatch):
     for device_memory in (None, 10**12):  # None: it cannot be found out
         monkeypatch.setattr(capacity, "available_memory", lambda device, found=device_memory: found)
         monkeypatch.setattr(capacity, "ALWAYS", 0)
@@ -847,7 +847,7 @@ def test_available_memory(tmp_path):
 
 
 def factorisations_alive():
-    """Without a collection of garbage: memory must be free at once, not some day."""
+    """Without garbage collection: memory must be freed immediately."""
     return [thing for thing in gc.get_objects() if type(thing) is Factorisation]
 
 

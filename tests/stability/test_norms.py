@@ -116,6 +116,6 @@ def test_on_small_images_norms_are_compared_on_the_grid_itself():
         (lambda: conv2d_norm_bound(torch.ones(1, 1, 3, 3), (4, 4.0)), r"size is \(4, 4.0\)"),
     ],
 )
-def test_what_is_no_matrix_or_kernel_is_named(call, words):
+def test_invalid_matrices_and_kernels_are_rejected(call, words):
     with pytest.raises((ValueError, TypeError), match=words):
         call()

@@ -116,7 +116,7 @@ class SoftThreshold(ProximalActivation):
     """x moved towards 0 by ``threshold``, and 0 within it: f(z) = threshold |z|.
 
     Args:
-        threshold: at least 0; 0 gives the identity.
+        threshold: non-negative number; 0 gives the identity.
     """
 
     threshold: float = 0.5

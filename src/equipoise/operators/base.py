@@ -91,17 +91,15 @@ class MonotoneOperator(nn.Module, ABC):
         """W, derived once per solve."""
         return once_per_solve((id(self), "W"), self.derive)
 
-    def forward(self, z: Any) -> Any:
+    def forward(self, z: Any, *, adjoint: bool = False) -> Any:
         """Return W z."""
         z = self.checked(z)
         with self.without_autocast():
-            return self.multiply(self.weights, z, adjoint=False)
+            return self.multiply(self.weights, z, adjoint=adjoint)
 
     def adjoint(self, z: Any) -> Any:
         """Return W^T z."""
-        z = self.checked(z)
-        with self.without_autocast():
-            return self.multiply(self.weights, z, adjoint=True)
+        return self.forward(z, adjoint=True)
 
     def recorded(self, z: Any) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return W z for its gradient only: for each tensor, one it depends on linearly, and the transpose."""
@@ -132,7 +130,7 @@ class MonotoneOperator(nn.Module, ABC):
             return bound if math.isfinite(bound) else math.inf
 
         self.prepare("a bound of its norm")
-        return self.kept("bound", compute)
+        return self.cached("bound", compute)
 
     def typical_size(self) -> float:
         """Return a size between the smallest and largest of I - W: the geometric mean of m, two means, and about L."""
@@ -141,11 +139,11 @@ class MonotoneOperator(nn.Module, ABC):
             sizes = (self.m, *(float(size) for size in self.typical()), float(self.norm(bound=False)))
             return math.prod(size**0.25 for size in sizes) if all(map(math.isfinite, sizes)) else math.inf
 
-        return self.kept("typical", compute)
+        return self.cached("typical", compute)
 
     def is_finite(self) -> bool:
         """Return whether every weight is finite."""
-        return self.kept("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
+        return self.cached("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
 
     @property
     def example(self) -> Tensor:
@@ -155,6 +153,18 @@ class MonotoneOperator(nn.Module, ABC):
                 if parameter is not None:
                     return parameter
         return next(self.parameters())
+
+    def add_parameters(self, fresh: Callable[[], nn.Parameter]) -> None:
+        """Add A and B of eq. 5, and the learned scales g and h of E.2."""
+        self.A, self.B = fresh(), fresh()
+        if self.normalize:
+            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+
+    def scaled_parameters(self) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return A, B and g of W = (1 - m) I - g A^T A + B - B^T, normalized if asked for (E.2)."""
+        if not self.normalize:
+            return self.A, self.B, 1.0
+        return unit(self.A), self.h * unit(self.B), positive(self.g)
 
     def without_autocast(self) -> torch.autocast:
         """Switch autocast off: a factorisation or a transform in half precision is useless."""
@@ -195,7 +205,7 @@ class MonotoneOperator(nn.Module, ABC):
         other = next(tensor.dtype for tensor in given if tensor.dtype != dtype)
         raise TypeError(f"{type(self).__name__} has weights in {dtype} and z is {other}: give z.to({dtype}).")
 
-    def kept(self, name: str, compute: Callable[[], float]) -> float:
+    def cached(self, name: str, compute: Callable[[], float]) -> float:
         """Return a number computed from the weights, cached until they change."""
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
             self.forget_if_changed()

@@ -18,7 +18,7 @@ def require_memory(operator: MonotoneOperator, purpose: str, *, recorded: bool) 
     """Raise unless the available memory holds what a product with W or its resolvent takes.
 
     Args:
-        purpose: what is computed, for the message.
+        purpose: name of the computation, for the message.
         recorded: whether autograd keeps what W is made from.
     """
     like = operator.example

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.operators.base import RAW_ONE, MonotoneOperator, identity_like, inverted, positive, resolved, unit
+from equipoise.operators.base import MonotoneOperator, identity_like, inverted, resolved
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.options import is_number, require_number
 from equipoise.stability.norms import operator_norm_bound
@@ -45,9 +45,7 @@ class MonotoneConv2d(MonotoneOperator):
         require_number("channels", channels, at_least=1, whole=True)
         self.channels, self.size = channels, checked_size(size)
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
-        self.A, self.B = fresh_kernel(channels, channels), fresh_kernel(channels, channels)
-        if normalize:
-            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+        self.add_parameters(lambda: fresh_kernel(channels, channels))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,9 +61,7 @@ class MonotoneConv2d(MonotoneOperator):
 
     def kernel(self) -> Tensor:
         """Return the 5x5 kernel of W."""
-        if not self.normalize:
-            return composed(self.m, self.A, self.B)
-        return composed(self.m, unit(self.A), self.h * unit(self.B), positive(self.g))
+        return composed(self.m, *self.scaled_parameters())
 
     def blocks(self, grid: tuple[int, int] | None = None) -> Tensor:
         """Return W at every frequency of its grid, or of another, as complex blocks (eq. C5)."""

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import (
-    RAW_ONE,
-    MonotoneOperator,
-    identity_like,
-    inverted,
-    positive,
-    resolved,
-    spectral_norm,
-    unit,
-)
+from equipoise.operators.base import MonotoneOperator, identity_like, inverted, resolved, spectral_norm
 from equipoise.options import require_number
 
 
@@ -41,10 +32,7 @@ class MonotoneLinear(MonotoneOperator):
         require_number("features", features, at_least=1, whole=True)
         self.features = features
         bound = features**-0.5  # as nn.Linear
-        self.A = nn.Parameter(torch.empty(features, features).uniform_(-bound, bound))
-        self.B = nn.Parameter(torch.empty(features, features).uniform_(-bound, bound))
-        if normalize:
-            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+        self.add_parameters(lambda: nn.Parameter(torch.empty(features, features).uniform_(-bound, bound)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,9 +40,7 @@ class MonotoneLinear(MonotoneOperator):
 
     def derive(self) -> Tensor:
         """Return W of eq. 5."""
-        A, B, g = self.A, self.B, 1.0
-        if self.normalize:
-            A, B, g = unit(A), self.h * unit(B), positive(self.g)
+        A, B, g = self.scaled_parameters()
         return (1 - self.m) * identity_like(A) - g * (A.T @ A) + B - B.T
 
     def factorise(self, alpha: float) -> Tensor:

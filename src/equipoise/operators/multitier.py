@@ -32,7 +32,7 @@ class MonotoneMultiTier(MonotoneOperator):
 
     W_ii = (1 - m) I - A_i^T A_i - S_i^T S_i + B_i - B_i^T (no S in the last tier) and W_{i+1,i} = -2 A_{i+1}^T S_i,
     where S_i, a 3x3 convolution of stride 2, leads from tier i to tier i + 1. With A the block matrix of A_i and S_i,
-    this is (1 - m) I - A^T A + B - B^T once more (D4), so I - W >= m I.
+    this again has the form (1 - m) I - A^T A + B - B^T (D4), so I - W >= m I.
 
     z is a tuple of tensors (batch, channels_i, height_i, width_i). Tier i holds an image of size ceil(size / 2^i) and a
     border of at least two rows and columns at the end (three where S needs an even grid), which the nonlinearity keeps

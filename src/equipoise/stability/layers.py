@@ -102,7 +102,7 @@ class SpectralNorm(nn.Module):
         if isinstance(layer, nn.Conv2d) and (
             layer.stride != (1, 1) or layer.dilation != (1, 1) or layer.groups != 1 or layer.padding_mode != "zeros"
         ):
-            raise ValueError("SpectralNorm takes an nn.Conv2d with stride 1, dilation 1, one group, zero padding.")
+            raise ValueError(f"layer is {layer}; it must have stride 1, dilation 1, one group and zero padding.")
         self.layer, self.bound, self.always = layer, bound, always
         require(self, "bound", above=0)
         require(self, "always", kind=bool)

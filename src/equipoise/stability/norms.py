@@ -65,8 +65,8 @@ def conv2d_norm_bound(
     enough (:func:`frequency_grid`).
 
     Args:
-        kernel: (out, in, height, width).
-        size: (height, width) of the images.
+        kernel: tensor of shape (out, in, height, width).
+        size: height and width of the images.
         iterations: number of iterations of :func:`operator_norm_bound`.
         angles: angles of the largest block, if known: the result of :func:`largest_block` for this kernel.
     """
