@@ -13,8 +13,8 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main, parser
+from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.runs import checkpoints
-from equipoise.lab.recipes.recipe import RecipeError
 from equipoise.lab.runs.folder import open_run
 from equipoise.registry import ANYTHING, NOTHING, Registry, Trust, UnknownName, UntrustedName, WrongKind, trusting
 from lab_helpers import latest, run, train, write_recipe
