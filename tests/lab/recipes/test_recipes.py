@@ -1154,4 +1154,4 @@ def test_the_wheel_has_every_recipe():
     for path in (root / "src" / "equipoise").rglob("*"):
         if path.suffix in (".toml", ".py", ".jinja"):
             assert path.relative_to(root / "src").as_posix() in included
-    assert any(path.endswith("recipes/core/digits.toml") for path in included)
+    assert any(path.endswith("papers/core/digits.toml") for path in included)
