@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import equipoise
 from equipoise.command_start import end_quietly
 from equipoise.lab.format import format_metric, printable, printable_text
-from equipoise.registry import MissingPackage, Trust, UnknownOption, UntrustedName
+from equipoise.options import UnknownOption, did_you_mean
+from equipoise.registry import MissingPackage, Trust, UntrustedName
 
 if TYPE_CHECKING:
     from equipoise.lab.runs.folder import Run
@@ -34,18 +34,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             known = [word.strip("' ") for word in match[2].split(",")]
-            message = f"there is no {match[1]!r};{hint(match[1], known)} known: {', '.join(known)}."
+            nearest = did_you_mean(match[1], known, cutoff=0.65)
+            message = f"there is no {match[1]!r}; {nearest}known: {', '.join(known)}."
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
     def options(self) -> list[str]:
         return [option for option in self._option_string_actions if option.startswith("--")]
-
-
-def hint(word: str, known: Sequence[str]) -> str:
-    bare = {option.lstrip("-"): option for option in known}  # dashes are no likeness
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.65)
-    return f" did you mean {bare[near[0]]!r}?" if near else ""
 
 
 # Commands and their arguments
@@ -165,8 +160,8 @@ def no_such_argument(arguments: argparse.Namespace, words: Sequence[str]) -> str
     word, equals, value = words[0].partition("=")
     if not equals and len(words) > 1 and not words[1].startswith("-"):
         value = words[1]
-    key, near = word.lstrip("-").replace("-", "_"), hint(word, options)
-    if word.startswith("--") and not near and hasattr(arguments, "changes"):
+    key, nearest = word.lstrip("-").replace("-", "_"), did_you_mean(word, options, cutoff=0.65)
+    if word.startswith("--") and not nearest and hasattr(arguments, "changes"):
         if not hasattr(arguments, "recipe"):
             return (
                 f"there is no argument {words[0]!r}; give options of the task as key=value: {key}={value or 'VALUE'}."
@@ -174,7 +169,7 @@ def no_such_argument(arguments: argparse.Namespace, words: Sequence[str]) -> str
         if keys := meant_keys(arguments.recipe, key):
             either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
             return f"there is no argument {words[0]!r}; change a recipe with key=value: {either}."
-    return f"there is no argument {words[0]!r};{near} options: {', '.join(options)}."
+    return f"there is no argument {words[0]!r}; {nearest}options: {', '.join(options)}."
 
 
 def meant_keys(name: str, word: str) -> list[str]:

@@ -750,7 +750,7 @@ def test_the_whole_recipe_is_the_same_in_a_phase_that_says_nothing(write):
         ('[solver]\nname = "anderson"\n\nmemmory = 3  # <-', "solver 'anderson' has no option 'memmory'; did you mean"),
         ('[solver]  # <-\nname = "anderson"\nmemory = 0', "solver: Anderson.memory is 0; it must be a whole number"),
         ("[tolerance]\nrelativ = 1  # <-", "tolerance has no option 'relativ'; did you mean 'relative'?"),
-        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number at least 0"),
+        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number of at least 0"),
         ('[gradient]\nname = "implicit"\nsolvr = 3  # <-', "gradient 'implicit' has no option 'solvr'; did you mean"),
         ('[gradient]  # <-\nname = "phantom"\nsteps = 0', "gradient: PhantomGradient.steps is 0"),
         (

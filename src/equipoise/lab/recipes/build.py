@@ -21,12 +21,11 @@ from equipoise.lab.data.base import spread
 from equipoise.lab.recipes.reading import KeyPath, RecipeError, RecipeFile, Where
 from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.models import MODELS
-from equipoise.options import require_number
+from equipoise.options import Bounds, UnknownOption, require_number
 from equipoise.registry import (
     Registry,
     Trust,
     UnknownName,
-    UnknownOption,
     UntrustedName,
     call,
     check_options,
@@ -196,7 +195,7 @@ def check(source: RecipeFile) -> Recipe:
     return recipe
 
 
-LIMITS: dict[str, dict[str, float]] = {
+LIMITS: dict[str, Bounds] = {
     "seeds": {"at_least": 1},
     "seed": {"at_least": 0},
     "data.validation": {"at_least": 0},
@@ -220,11 +219,11 @@ LIMITS: dict[str, dict[str, float]] = {
 def check_limits(recipe: Recipe, where: Where) -> None:
     """Raise for the first number of a recipe that is out of range."""
 
-    def within(path: KeyPath, value: float | None, bounds: dict[str, float]) -> None:
+    def within(path: KeyPath, value: float | None, bounds: Bounds) -> None:
         if value is None or (path == ("training", "clip") and value == math.inf):  # not set, or no clipping
             return
         try:
-            require_number(".".join(path), value, whole=isinstance(value, int), **bounds)  # type: ignore[arg-type]
+            require_number(".".join(path), value, **{**bounds, "whole": isinstance(value, int)})
         except ValueError as error:
             raise where.error(path, str(error)) from None
 

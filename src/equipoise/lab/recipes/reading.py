@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
-import difflib
 import json
 import re
 import tomllib
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from equipoise.lab.recipes.schema import FigureSpec, Named, Paper, Phase, Recipe, TableSpec
-from equipoise.registry import ANYTHING, NOTHING, Trust, unknown
+from equipoise.options import nearest, unknown
+from equipoise.registry import ANYTHING, NOTHING, Trust
 from equipoise.tolerance import Tolerance
 
 KeyPath = tuple[str, ...]  # of a key in nested tables and lists: ("phases", "0", "epochs")
@@ -160,8 +160,7 @@ def read_table(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
         elif "options" in fields:
             options[key] = entry
         else:
-            similar = difflib.get_close_matches(key, fields, n=1, cutoff=0.75)
-            meant = [] if path or similar else full_keys(key, value)
+            meant = [] if path or nearest(key, fields, cutoff=0.75) else full_keys(key, value)
             sentence = f"there is no key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
             sentence = sentence if meant else unknown("key", key, fields)
             raise where.error((*path, key), (f"in {'.'.join(path)}, " if path else "") + sentence)
@@ -179,8 +178,8 @@ def full_keys(word: str, tables: dict[str, Any]) -> list[str]:
         paths |= {(section, f.name) for k in kinds for f in dataclasses.fields(k) if f.name != "options"}
     paths |= {("tolerance", f.name) for f in dataclasses.fields(Tolerance)}
     ends = {path[-1] for path in paths if not path[-1].isdecimal()}
-    near = [word] if word in ends else difflib.get_close_matches(word, sorted(ends), n=1, cutoff=0.75)
-    return sorted(".".join(path) for path in paths if path[-1] in near)[:3]
+    near = word if word in ends else nearest(word, sorted(ends), cutoff=0.75)
+    return sorted(".".join(path) for path in paths if path[-1] == near)[:3]
 
 
 # Changes: of a budget, of a table's row, of the command line

@@ -25,7 +25,7 @@ from equipoise.lab.recipes.reading import (
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.training.evaluate import parameter_count
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 # Shapes and numbers of classes of known sets, so that parameters can be counted without loading data.
 KNOWN_FACTS = {

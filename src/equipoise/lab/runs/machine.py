@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,12 +47,11 @@ class Machine:
         """Sum every entry over all processes, in the same order in every one."""
         return {name: self.sum(sums[name].to(torch.float64)) for name in sorted(sums)}
 
-    def share(self, value: T) -> T:
-        """Return the leading process's value in every process."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+    def share(self, value: T | None) -> T:
+        """Return the leading process's value in every process; the others may pass None."""
+        box: list[Any] = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:

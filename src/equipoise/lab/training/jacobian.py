@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.recipes.schema import Jacobian
+from equipoise.problem.function import FunctionProblem
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.solution import Solution
 from equipoise.stability import jacobian_penalty
@@ -48,7 +49,9 @@ def penalty(solves: Sequence[Solution], probes: int) -> Tensor:
     """Estimate ||df/dz||_F^2 / numel(z) at solved equilibria with random probes; z itself gets no gradient."""
     penalties = []
     for solution in solves:
+        assert solution.solved is not None
         problem = solution.solved.problem
+        assert isinstance(problem, FunctionProblem)
         z = rebuild(solution.value, [part.detach() for _, part in leaves(solution.value, "z")])
         with problem.scope.entered():  # the same weights and the same dropout as in the solve
             penalties.append(jacobian_penalty(problem.f, z, *problem.inputs, probes=probes))

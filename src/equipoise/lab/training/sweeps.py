@@ -37,7 +37,7 @@ def train_recipe(
         report: function called with the runs, and with the folder if it is a sweep, when training has ended
     """
     sweep = source.recipe.seeds > 1
-    folder = machine.share(new_folder(parent, source.name) if machine.leads else parent)
+    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads and sweep:
         facts = {**source.saved(), "command": command(), "machine": described(machine, folders)}
         write_json(folder / "sweep.json", facts, exact=True)
