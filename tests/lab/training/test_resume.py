@@ -68,7 +68,7 @@ def test_killed_at_random_moments(tmp_path, kills, epochs):
     killed = Run(tmp_path / "runs" / "patterns-002")
     unfinished, steps = 0, []
     for _ in range(kills):
-        until(lambda process=process: "samples to train on" in process.text)
+        until(lambda process=process: "training samples" in process.text)
         time.sleep(moments.uniform(0, 4 * pace))
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, process.text

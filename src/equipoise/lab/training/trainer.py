@@ -589,7 +589,7 @@ class Trainer:
             self.log.show(f"code from outside the package: {places}")
         if self.damaged_lines:
             lines = "1 line" if self.damaged_lines == 1 else f"{self.damaged_lines} lines"
-            self.log.show(f"{lines} of log.jsonl could not be read and moved to log.damaged; the others are kept")
+            self.log.show(f"{lines} of log.jsonl could not be read and were moved to log.damaged; the others are kept")
         if position.step:
             self.log.show(f"resumed at step {position.step}")
         elif (origin := self.recipe.training.init_from) is not None:
