@@ -22,6 +22,7 @@ from equipoise.options import UnknownOption, did_you_mean
 from equipoise.registry import MissingPackage, Trust, UntrustedName
 
 if TYPE_CHECKING:
+    from equipoise.lab.results.certify import Certified
     from equipoise.lab.runs.folder import Run
     from equipoise.lab.runs.machine import Machine
 
@@ -45,21 +46,24 @@ class Parser(argparse.ArgumentParser):
 
 # Commands and their arguments
 
-Argument = tuple[tuple[str, ...], dict[str, Any]]
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # of a command, as add_argument takes it
 Command = Callable[[argparse.Namespace], int | None]
-COMMANDS: dict[str, tuple[Command, str, str, tuple[Argument, ...]]] = {}
+COMMANDS: dict[str, tuple[Command, str, tuple[Argument, ...]]] = {}
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return an argument of a command, as ``add_argument`` takes it."""
     return names, options
 
 
-def command(about: str, example: str, *arguments: Argument) -> Callable[[Command], Command]:
-    """Make a function the command of its name; "data_list" is "data list"."""
+def path(*names: str, **options: Any) -> Argument:
+    return names, {"type": Path, **options}
+
+
+def command(example: str, *arguments: Argument) -> Callable[[Command], Command]:
+    """Make a function the command of its name, where "data_list" is "data list"; its docstring is the help."""
 
     def register(function: Command) -> Command:
-        COMMANDS[function.__name__.replace("_", " ")] = (function, about, example, arguments)
+        COMMANDS[function.__name__.replace("_", " ")] = (function, example, arguments)
         return function
 
     return register
@@ -74,8 +78,8 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"equipoise {equipoise.__version__}")
     parents = {"": top.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)}
-    for name, (function, about, example, arguments) in COMMANDS.items():
-        parent, _, word = name.rpartition(" ")
+    for name, (function, example, arguments) in COMMANDS.items():
+        (parent, _, word), about = name.rpartition(" "), function.__doc__
         made = parents[parent].add_parser(word, help=about, description=about, epilog=f"Example: {example}")
         made.set_defaults(run=function, parser=made)
         for names, options in arguments:
@@ -86,19 +90,16 @@ def parser() -> Parser:
     return top
 
 
-def recipe_argument(metavar: str, default: str | None = None) -> Argument:
-    about = "name as in `equipoise recipes`, or a .toml file, which may run any code: use only one that you trust"
-    about += f" (default: {default})" if default else ""
-    return argument("recipe", metavar=metavar, nargs="?" if default else None, default=default, help=about)
-
-
-RUN = argument("folder", metavar="RUN", type=Path, help="folder of a run")
-IMAGES = argument("images", metavar="IMAGE", type=Path, nargs="+", help="image file")
-WEIGHTS = argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)")
-CHANGES = (  # with the default, since argparse otherwise calls them required
+ANY_RECIPE = "name as in `equipoise recipes`, or a .toml file, which may run any code: use only one that you trust"
+RUN = (
+    path("folder", metavar="RUN", help="folder of a run"),
+    argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),
+)
+IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
+CHANGES = (
     argument("changes", metavar="key=value", nargs="*", default=[], help="changes to the recipe: optimizer.lr=0.01"),
     argument("--budget", help="smoke (seconds), small (a few epochs) or paper (the recipe as written; the default)"),
-    argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder for new runs (default: runs)"),
+    path("--runs", default=Path("runs"), metavar="DIR", help="folder for new runs (default: runs)"),
 )
 TRUST = argument(
     "--trust",
@@ -108,9 +109,7 @@ TRUST = argument(
     help="let opened files name code of this module, which importing it runs; without it they run only the package's "
     "own code. Can be repeated",
 )
-DATA = argument(
-    "--data", type=Path, action="append", default=[], metavar="DIR", help="folder to search for data first; repeatable"
-)
+DATA = path("--data", action="append", default=[], metavar="DIR", help="folder to search for data first; repeatable")
 MACHINE = (
     argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if available)"),
     argument("--threads", type=int, help="number of CPU threads for torch"),
@@ -204,15 +203,15 @@ def machine_of(arguments: argparse.Namespace) -> AbstractContextManager[Machine]
 
 
 @command(
-    "Train a recipe.",
     "equipoise train core/mnist --budget small optimizer.lr=0.005 seeds=3",
-    recipe_argument("RECIPE", DEFAULT_RECIPE),
-    *CHANGES,
+    argument(
+        "recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=f"{ANY_RECIPE} (default: %(default)s)"
+    ),
+    *(*CHANGES, DATA, *MACHINE),
     argument("--report", action="store_true", help="write a report at the end of training"),
-    DATA,
-    *MACHINE,
 )
 def train(arguments: argparse.Namespace) -> int:
+    """Train a recipe."""
     from equipoise.lab.recipes.build import check
     from equipoise.lab.recipes.reading import budget_changes, open_recipe
     from equipoise.lab.recipes.schema import Recipe
@@ -233,15 +232,13 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "Continue a stopped run, bit for bit.",
     "equipoise resume runs/core-mnist-001",
-    argument("folder", metavar="RUN", type=Path, help="folder of a run, a sweep, a table or a figure"),
-    argument("--out", type=Path, metavar="FILE", help="file for a figure's picture (default: in the folder)"),
-    TRUST,
-    DATA,
-    *MACHINE,
+    path("folder", metavar="RUN", help="folder of a run, a sweep, a table or a figure"),
+    path("--out", metavar="FILE", help="file for a figure's picture (default: in the folder)"),
+    *(TRUST, DATA, *MACHINE),
 )
 def resume(arguments: argparse.Namespace) -> int:
+    """Continue a stopped run, bit for bit."""
     from equipoise.lab.training.sweeps import resume_folder, threads_of
 
     folder, proceed = arguments.folder, resume_folder
@@ -274,49 +271,73 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
     return 0
 
 
-# Evaluating
+@command(
+    "equipoise reproduce core/table --budget small",
+    *(argument("recipe", metavar="TABLE", help=ANY_RECIPE), *CHANGES, DATA, *MACHINE),
+)
+def reproduce(arguments: argparse.Namespace) -> int:
+    """Train every row of a published table, and print published and measured numbers."""
+    from equipoise.lab.results.reproduce import reproduce_table
+
+    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.runs)
+    with machine_of(arguments) as machine:
+        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data))
 
 
 @command(
-    "Evaluate a trained run.",
-    "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
-    RUN,
-    TRUST,
-    argument(
-        "changes",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="options of the task, such as radius=0.1, or of --certify",
+    "equipoise figure core/convergence --budget small",
+    *(argument("recipe", metavar="FIGURE", help=ANY_RECIPE), *CHANGES, TRUST, DATA, *MACHINE),
+    path(
+        "--run", dest="trained", action="append", default=[], metavar="RUN", help="trained run to draw from, in order"
     ),
-    argument("--task", help="task to evaluate on instead of the run's own"),
+    path("--out", metavar="FILE", help="file for the picture (default: in the folder of the figure or first --run)"),
+)
+def figure(arguments: argparse.Namespace) -> int:
+    """Draw a published figure, training what it needs."""
+    from equipoise.lab.results.reproduce import draw_figure
+
+    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.trained, arguments.runs)
+    trust = Trust.of(arguments.trust)
+    with machine_of(arguments) as machine:
+        return to_the_end(machine, lambda: draw_figure(*request, machine, arguments.data, arguments.out, trust))
+
+
+# Using a trained run
+
+
+@command(
+    "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
+    *(*RUN, TRUST),
+    argument(
+        "changes", metavar="key=value", nargs="*", default=[], help="options of the task: radius=0.1; or of --certify"
+    ),
+    argument("--task", help="task to evaluate on (default: the run's own)"),
     argument(
         "--certify",
         action="store_true",
-        help="compute certified radii, within which the answer for an image cannot change, and attack the images "
+        help="compute certified radii, within which the class of an image cannot change, and attack the images "
         "(monDEQ); options: samples=200 steps=20 radii=[0.1,0.5] for the attacks, relative=1e-6 for the solves",
     ),
     argument("--split", choices=("train", "val", "test"), default="test", help="split to evaluate on (default: test)"),
-    WEIGHTS,
     argument("--limit", type=int, help="number of samples, spread over the split (default: all)"),
-    argument("--json", type=Path, metavar="FILE", help="also write the numbers to a file"),
-    DATA,
-    *MACHINE,
+    path("--json", metavar="FILE", help="also write the numbers to a file"),
+    *(DATA, *MACHINE),
 )
 def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate a trained run."""
     from equipoise.lab.files import write_json
 
     if arguments.certify and arguments.task:
         raise ValueError("--certify and --task exclude each other: only classification is certified.")
-    run, names = open_run(arguments), ("split", "weights", "changes", "limit")
-    options = {name: getattr(arguments, name) for name in names}
+    run = open_run(arguments)
+    options = {name: getattr(arguments, name) for name in ("split", "weights", "changes", "limit")}
     with machine_of(arguments) as machine:
         if arguments.certify:
             from equipoise.lab.results.certify import certify_run
 
             certified = certify_run(run, machine, arguments.data, **options)
-            print_certified(certified, run)
             record, code = certified.record(), 1 if certified.violations else 0
+            print_certified(certified, run)
         else:
             from equipoise.lab.results.trained import evaluate_run
 
@@ -330,7 +351,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return code
 
 
-def print_certified(certified: Any, run: Run) -> None:
+def print_certified(certified: Certified, run: Run) -> None:
     print(certified.certificate)
     print_numbers({"accuracy": certified.accuracy, "median radius": certified.median_radius})
     attacks = certified.attacks()
@@ -345,16 +366,12 @@ def print_certified(certified: Any, run: Run) -> None:
 
 
 @command(
-    "Classify images with a trained run.",
     "equipoise predict runs/core-mnist-001 seven.png",
-    RUN,
-    TRUST,
-    IMAGES,
-    WEIGHTS,
+    *(*RUN, TRUST, IMAGES, *MACHINE),
     argument("--json", action="store_true", help="print one line of JSON per image"),
-    *MACHINE,
 )
 def predict(arguments: argparse.Namespace) -> int:
+    """Classify images with a trained run."""
     from equipoise.lab.results.predict import predict_images
 
     def shown(value: Any) -> str:
@@ -381,18 +398,13 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "Segment images of any size with a trained run.",
     "equipoise segment runs/mdeq-camvid-small-001 street.png -o seen.png",
-    RUN,
-    TRUST,
-    IMAGES,
-    argument(
-        "-o",
-        "--out",
-        type=Path,
+    *(*RUN, TRUST, IMAGES, *MACHINE),
+    path(
+        *("-o", "--out"),
         metavar="OUT",
-        help="picture to write (.png), or folder (default: IMAGE-segmented.png in the current folder); the class "
-        "number of each pixel is written beside it, as OUT-classes.png",
+        help="picture to write (.png), or folder (default: IMAGE-segmented.png in the current folder); the class of "
+        "each pixel is written beside it, as OUT-classes.png",
     ),
     argument(
         "--window",
@@ -401,10 +413,9 @@ def predict(arguments: argparse.Namespace) -> int:
         metavar=("HEIGHT", "WIDTH"),
         help="process an image in overlapping windows of this size (default: as in the run's evaluation)",
     ),
-    WEIGHTS,
-    *MACHINE,
 )
 def segment(arguments: argparse.Namespace) -> None:
+    """Segment images of any size with a trained run."""
     from equipoise.lab.results.segment import segment_images
 
     with machine_of(arguments) as machine:
@@ -420,19 +431,16 @@ def segment(arguments: argparse.Namespace) -> None:
 
 
 @command(
-    "Write a page with curves, pictures and numbers of one or several runs.",
     "equipoise report runs/core-digits-001 runs/core-digits-002",
-    argument("folders", metavar="RUN", type=Path, nargs="+", help="folder of a run or sweep"),
-    TRUST,
-    argument(
-        "--out", type=Path, metavar="FILE", help="file to write (default: report.html in the folder of the first run)"
-    ),
-    DATA,
-    *MACHINE,
+    path("folders", metavar="RUN", nargs="+", help="folder of a run or sweep"),
+    path("--out", metavar="FILE", help="file to write (default: report.html in the folder of the first run)"),
+    *(TRUST, DATA, *MACHINE),
 )
 def report(arguments: argparse.Namespace) -> None:
-    sweeps = [sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [] for folder in arguments.folders]
-    folders = [run for folder, runs in zip(arguments.folders, sweeps, strict=True) for run in runs or [folder]]
+    """Write a page with curves, pictures and numbers of one or several runs."""
+    folders: list[Path] = []
+    for folder in arguments.folders:
+        folders += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
     with machine_of(arguments) as machine:
         print_report(machine, arguments.data, [open_run(arguments, folder) for folder in folders], arguments.out)
 
@@ -474,67 +482,12 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-# Tables and figures
-
-
-@command(
-    "Train every row of a published table, and print published and measured numbers.",
-    "equipoise reproduce core/table --budget small",
-    recipe_argument("TABLE"),
-    *CHANGES,
-    DATA,
-    *MACHINE,
-)
-def reproduce(arguments: argparse.Namespace) -> int:
-    from equipoise.lab.results.reproduce import reproduce_table
-
-    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.runs)
-    with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data))
-
-
-@command(
-    "Draw a published figure, training what it needs.",
-    "equipoise figure core/convergence --budget small",
-    recipe_argument("FIGURE"),
-    *CHANGES,
-    argument(
-        "--run",
-        dest="trained",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="trained run to draw from, in the order of the figure's recipes",
-    ),
-    TRUST,
-    argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="file for the picture (default: in the folder of the figure, or of the first --run)",
-    ),
-    DATA,
-    *MACHINE,
-)
-def figure(arguments: argparse.Namespace) -> int:
-    from equipoise.lab.results.reproduce import draw_figure
-
-    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.trained, arguments.runs)
-    trust = Trust.of(arguments.trust)
-    with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: draw_figure(*request, machine, arguments.data, arguments.out, trust))
-
-
 # Lists
 
 
-@command(
-    "List recipes, tables and figures, or print one.",
-    "equipoise recipes core/digits",
-    argument("recipe", metavar="RECIPE", nargs="?", help="name of the recipe to print"),
-)
+@command("equipoise recipes core/digits", argument("recipe", metavar="RECIPE", nargs="?", help="recipe to print"))
 def recipes(arguments: argparse.Namespace) -> None:
+    """List recipes, tables and figures, or print one."""
     from equipoise.lab.results.overview import recipe_rows, recipe_text
 
     if arguments.recipe:
@@ -543,12 +496,9 @@ def recipes(arguments: argparse.Namespace) -> None:
         print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
 
 
-@command(
-    "List runs.",
-    "equipoise runs",
-    argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="folder (default: runs)"),
-)
+@command("equipoise runs", path("folder", metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"))
 def runs(arguments: argparse.Namespace) -> None:
+    """List runs."""
     from equipoise.lab.results.overview import run_rows
 
     if rows := run_rows(arguments.folder):
@@ -557,13 +507,14 @@ def runs(arguments: argparse.Namespace) -> None:
         print(f"no runs in {arguments.folder}; `equipoise train` creates one.")
 
 
-@command("List, download and check data sets.", "equipoise data get mnist")
+@command("equipoise data get mnist")
 def data(_: argparse.Namespace) -> None:
-    """Never called: an action is required."""
+    """List, download and check data sets."""  # never called, since an action is required
 
 
-@command("List data sets and where they were found.", "equipoise data list", DATA)
+@command("equipoise data list", DATA)
 def data_list(arguments: argparse.Namespace) -> None:
+    """List data sets and where they were found."""
     from equipoise.lab.results.overview import data_rows
 
     rows, hints = data_rows(arguments.data)
@@ -573,12 +524,12 @@ def data_list(arguments: argparse.Namespace) -> None:
 
 
 @command(
-    "Download, check and unpack a data set.",
     "equipoise data get mnist",
     argument("name", metavar="NAME", help="name of the data set"),
-    argument("--to", type=Path, metavar="DIR", help="folder to keep it in (default: the cache folder)"),
+    path("--to", metavar="DIR", help="folder to keep it in (default: the cache folder)"),
 )
 def data_get(arguments: argparse.Namespace) -> None:
+    """Download, check and unpack a data set."""
     from equipoise.lab.results.overview import get_data
 
     for path in get_data(arguments.name, arguments.to):
@@ -586,12 +537,11 @@ def data_get(arguments: argparse.Namespace) -> None:
 
 
 @command(
-    "Compare files with their published checksums, and read them.",
     "equipoise data check mnist",
-    argument("name", metavar="NAME", nargs="?", help="name of the data set (default: every set that is found)"),
-    DATA,
+    *(argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are found)"), DATA),
 )
 def data_check(arguments: argparse.Namespace) -> int:
+    """Compare files with their published checksums, and read them."""
     from equipoise.lab.results.overview import check_rows
 
     rows, sound = check_rows(arguments.name, arguments.data)
@@ -599,8 +549,9 @@ def data_check(arguments: argparse.Namespace) -> int:
     return 0 if sound else 1
 
 
-@command("Check installation, devices, data and a short solve.", "equipoise doctor", DATA)
+@command("equipoise doctor", DATA)
 def doctor(arguments: argparse.Namespace) -> int:
+    """Check installation, devices, data and a short solve."""
     from equipoise.lab.runs.doctor import examine
 
     return 0 if examine(arguments.data) else 1

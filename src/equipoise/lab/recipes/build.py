@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,10 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.gradients.rules import GradientRule
 from equipoise.lab.data import DATA_SETS, FACTS, DataSet, load
 from equipoise.lab.data.base import spread
-from equipoise.lab.recipes.reading import KeyPath, RecipeError, RecipeFile, Where
+from equipoise.lab.recipes.reading import RecipeError, RecipeFile, Where
 from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.models import MODELS
-from equipoise.options import Bounds, UnknownOption, require_number
+from equipoise.options import UnknownOption
 from equipoise.registry import (
     Registry,
     Trust,
@@ -51,40 +50,16 @@ SOLVERS = Registry(
     },
     Solver,
 )
-BACKWARD_SOLVERS = Registry(  # the backward problem is linear
-    "solver",
-    {**SOLVERS.entries, "gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"},
-    Solver,
-)
-GRADIENTS = Registry(
-    "gradient",
-    {
-        "implicit": "equipoise.gradients.rules:ImplicitGradient",
-        "phantom": "equipoise.gradients.rules:PhantomGradient",
-        "unrolled": "equipoise.gradients.rules:UnrolledGradient",
-    },
-    GradientRule,
-)
-OPTIMIZERS = Registry(
-    "optimizer",
-    {
-        "sgd": "torch.optim:SGD",
-        "adam": "torch.optim:Adam",
-        "adamw": "torch.optim:AdamW",
-        "nadam": "torch.optim:NAdam",
-        "rmsprop": "torch.optim:RMSprop",
-        "adagrad": "torch.optim:Adagrad",
-    },
-    Optimizer,
-)
+LINEAR_SOLVERS = {"gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"}
+BACKWARD_SOLVERS = Registry("solver", {**SOLVERS.entries, **LINEAR_SOLVERS}, Solver)  # the backward problem is linear
+RULES = {name.lower(): f"equipoise.gradients.rules:{name}Gradient" for name in ("Implicit", "Phantom", "Unrolled")}
+GRADIENTS = Registry("gradient", RULES, GradientRule)
+OPTIMIZER_CLASSES = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad")
+OPTIMIZERS = Registry("optimizer", {name.lower(): f"torch.optim:{name}" for name in OPTIMIZER_CLASSES}, Optimizer)
+SCHEDULE_NAMES = ("constant", "step", "cosine", "one-cycle")
 SCHEDULES = Registry(
     "schedule",
-    {
-        "constant": "equipoise.lab.recipes.build:constant_schedule",
-        "step": "equipoise.lab.recipes.build:step_schedule",
-        "cosine": "equipoise.lab.recipes.build:cosine_schedule",
-        "one-cycle": "equipoise.lab.recipes.build:one_cycle_schedule",
-    },
+    {name: f"equipoise.lab.recipes.build:{name.replace('-', '_')}_schedule" for name in SCHEDULE_NAMES},
     LRScheduler,
     functions=True,
 )
@@ -175,7 +150,6 @@ def check(source: RecipeFile) -> Recipe:
     """Read a recipe and build everything that needs no data, so that mistakes show before anything is loaded."""
     require_trust(source)
     recipe = source.recipe
-    check_limits(recipe, source.where)
     if recipe.training.compile:
         require_compiler(source.where)
     with located(source.where, "data"):
@@ -185,54 +159,13 @@ def check(source: RecipeFile) -> Recipe:
             raise ValueError(f"{owner} needs {', '.join(sorted(missing))}.")
     for number in range(len(recipe.phases)):
         phase, where = source.phase(number), source.where_in(number)
-        check_limits(phase, where)
         equilibrium_settings(phase, where)
         optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], where)
-        build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, where)
+        build_schedule(phase, optimizer, phase.phases[number].epochs, 10, where)
         for registry, named, section in ((MODELS, phase.model, "model"), (TASKS, phase.task, "task")):
             with located(where, section):
                 check_options(registry[named.name], named.options, FACTS, f"{section} {named.name!r}")
     return recipe
-
-
-LIMITS: dict[str, Bounds] = {
-    "seeds": {"at_least": 1},
-    "seed": {"at_least": 0},
-    "data.validation": {"at_least": 0},
-    "data.limit": {"at_least": 1},
-    "training.batch_size": {"at_least": 1},
-    "training.evaluation_batch_size": {"at_least": 1},
-    "training.clip": {"above": 0},
-    "training.log_every": {"at_least": 1},
-    "training.checkpoint_every": {"at_least": 1},
-    "training.keep_every": {"at_least": 1},
-    "jacobian.weight": {"at_least": 0},
-    "jacobian.share": {"at_least": 0, "at_most": 1},
-    "jacobian.probes": {"at_least": 1},
-    "jacobian.growth_every": {"at_least": 1},
-    "jacobian.jitter": {"at_least": 0},
-    "failures.share": {"at_least": 0, "at_most": 1},
-    "failures.stop_after": {"at_least": 0},
-}
-
-
-def check_limits(recipe: Recipe, where: Where) -> None:
-    """Raise for the first number of a recipe that is out of range."""
-
-    def within(path: KeyPath, value: float | None, bounds: Bounds) -> None:
-        if value is None or (path == ("training", "clip") and value == math.inf):  # not set, or no clipping
-            return
-        try:
-            require_number(".".join(path), value, **{**bounds, "whole": isinstance(value, int)})
-        except ValueError as error:
-            raise where.error(path, str(error)) from None
-
-    for key, bounds in LIMITS.items():
-        section, _, name = key.rpartition(".")
-        owner = getattr(recipe, section) if section else recipe
-        within(tuple(key.split(".")), getattr(owner, name), bounds)
-    for number, phase in enumerate(recipe.phases):
-        within(("phases", str(number), "epochs"), phase.epochs, {"at_least": 1})
 
 
 # Building

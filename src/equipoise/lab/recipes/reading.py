@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import datetime
 import json
+import math
 import re
 import tomllib
 import types
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from equipoise.lab.recipes.schema import FigureSpec, Named, Paper, Phase, Recipe, TableSpec
 from equipoise.options import nearest, unknown
@@ -113,7 +114,7 @@ KIND_NAMES = {int: "a whole number", float: "a number", str: "a string in quotes
 
 
 def read(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
-    """Convert a TOML value to a type of the schema; raise RecipeError unless it fits."""
+    """Convert a TOML value to a type of the schema; raise RecipeError unless it fits, within bounds."""
     if dataclasses.is_dataclass(kind):
         return read_table(kind, value, path, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -121,6 +122,14 @@ def read(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
     if origin in (typing.Union, types.UnionType):
         kinds = [k for k in arguments if k is not type(None)]
         return None if value is None else read(kinds[0], value, path, where)
+    if origin is Annotated:
+        number = read(arguments[0], value, path, where)
+        try:
+            if path[-1] != "clip" or number != math.inf:  # which means no clipping
+                arguments[1](".".join(path), number)
+        except ValueError as error:
+            raise where.error(path, str(error)) from None
+        return number
     if origin is Literal:
         if value not in arguments:
             raise where.error(path, f"{shown}; {unknown('such value', str(value), map(str, arguments))}")
@@ -150,7 +159,7 @@ def require_table(value: Any, path: KeyPath, where: Where) -> dict[str, Any]:
 
 def read_table(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
     """Convert a table to a dataclass; unknown keys go to its field ``options``, or are an error if it has none."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     given: dict[str, Any] = {}
     options: dict[str, Any] = {}

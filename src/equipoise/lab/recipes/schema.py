@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from equipoise.options import require_number
+
+# Numbers within bounds, checked when a recipe is read
+Count = Annotated[int, partial(require_number, at_least=1, whole=True)]
+Whole = Annotated[int, partial(require_number, at_least=0, whole=True)]
+NonNegative = Annotated[float, partial(require_number, at_least=0)]
+Share = Annotated[float, partial(require_number, at_least=0, at_most=1)]
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,10 @@ class Data:
     """The data set; its options are the section's other keys."""
 
     name: str
-    validation: float = 0.1  # training samples held out to choose the best weights: a share, or a number; 0 for none
-    limit: int | None = None  # largest number of samples per split (for trying things out)
+    validation: NonNegative = (
+        0.1  # training samples held out to choose the best weights: a share, or a number; 0 for none
+    )
+    limit: Count | None = None  # largest number of samples per split (for trying things out)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,16 +48,18 @@ class Data:
 class Training:
     """The training loop."""
 
-    batch_size: int = 128  # over all processes together
-    evaluation_batch_size: int = 250
-    clip: float | None = None  # maximum gradient norm
+    batch_size: Count = 128  # over all processes together
+    evaluation_batch_size: Count = 250
+    clip: Annotated[float, partial(require_number, above=0)] | None = None  # maximum gradient norm
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"  # the last two with autocast
     channels_last: bool = False
     compile: bool = False  # torch.compile for the f of every Equilibrium, which needs a C++ compiler
     test: Literal["end", "epoch"] = "end"  # measured for the record only; the best weights are chosen on validation
-    log_every: int = 20  # steps between two lines of the log
-    checkpoint_every: int | None = None  # steps between two checkpoints, in addition to one after every epoch
-    keep_every: int | None = None  # epochs between two sets of weights that are kept permanently, starting at the first
+    log_every: Count = 20  # steps between two lines of the log
+    checkpoint_every: Count | None = None  # steps between two checkpoints, in addition to one after every epoch
+    keep_every: Count | None = (
+        None  # epochs between two sets of weights that are kept permanently, starting at the first
+    )
     init_from: str | None = None  # a run, or a weights file: tensors of the same name and shape are taken from it
     sync_batch_norm: bool = False  # BatchNorm over the batch of all processes; GPUs only
 
@@ -55,12 +68,12 @@ class Training:
 class Jacobian:
     """A penalty on the Jacobian of f at the equilibrium, ||df/dz||_F^2 / numel(z), added to the loss of some steps."""
 
-    weight: float = 0.0
-    share: float = 1.0  # fraction of the steps, chosen at random
-    probes: int = 2  # random vectors that estimate the norm
+    weight: NonNegative = 0.0
+    share: Share = 1.0  # fraction of the steps, chosen at random
+    probes: Count = 2  # random vectors that estimate the norm
     growth: float = 0.0  # increase of the weight after every ``growth_every`` steps of the phase
-    growth_every: int | None = None
-    jitter: int = 0  # in steps with a penalty, a random number from -jitter to 1 is added to tolerance.max_steps
+    growth_every: Count | None = None
+    jitter: Whole = 0  # in steps with a penalty, a random number from -jitter to 1 is added to tolerance.max_steps
 
 
 @dataclass(frozen=True)
@@ -68,15 +81,15 @@ class Failures:
     """What happens when solves fail during training. A step with a non-finite loss or gradient is never applied."""
 
     policy: Literal["report", "skip"] = "report"  # "skip" does not apply the gradient of a failed step
-    share: float = 0.5  # a step fails when more than this share of its samples did not converge; 1 for never
-    stop_after: int = 50  # consecutive failed steps that end the training run, checkpoint saved; 0 for never
+    share: Share = 0.5  # a step fails when more than this share of its samples did not converge; 1 for never
+    stop_after: Whole = 50  # consecutive failed steps that end the training run, checkpoint saved; 0 for never
 
 
 @dataclass(frozen=True)
 class Phase:
     """A number of epochs. A section given here overrides the recipe's for the duration of the phase."""
 
-    epochs: int
+    epochs: Count
     name: str = ""
     task: dict[str, Any] | None = None
     model: dict[str, Any] | None = None  # the model is rebuilt with these options and keeps its weights
@@ -106,8 +119,8 @@ class Recipe:
     schedule: Named = Named("constant")
     training: Training = Training()
     failures: Failures = Failures()
-    seed: int = 0
-    seeds: int = 1  # number of runs, with seed, seed + 1, ...
+    seed: Whole = 0
+    seeds: Count = 1  # number of runs, with seed, seed + 1, ...
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes by dotted key: smoke, small, ...
 
 

@@ -23,7 +23,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,37 +39,18 @@ from equipoise.registry import NOTHING, Trust
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
 RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict}
 MEASURED = (*NUMBER, type(None))  # None for a number that was not finite
-SOLVER = {
-    "samples": int,
-    "failed": NUMBER,
-    "results": {str: int},
-    "steps": {"median": int, "90%": int, "most": int},
-    "residual": {"median": MEASURED, "worst": MEASURED},
-}
+STEPS, RESIDUAL = {"median": int, "90%": int, "most": int}, {"median": MEASURED, "worst": MEASURED}
+SOLVER = {"samples": int, "failed": NUMBER, "results": {str: int}, "steps": STEPS, "residual": RESIDUAL}
 METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
 BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
-RESULT = {
-    "status": str,
-    "test": METRICS,
-    "test_of_last?": METRICS,
-    "weights": str,
-    "best?": BEST,
-    "parameters": int,
-    "steps": int,
-    "seconds": NUMBER,
-}
+RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
+RESULT |= {"test_of_last?": METRICS, "best?": BEST}
 LINE = {"kind": str, "step": int}  # of log.jsonl
 EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
     f"{split}?": METRICS for split in ("train", "val", "test")
 }
-STEP = {
-    **LINE,
-    "loss?": MEASURED,
-    "lr?": MEASURED,
-    "gradient_norm?": MEASURED,
-    "steps": {str: int},
-    "residual": {str: MEASURED},
-    "failed_samples": int,
+STEP = {**LINE, "steps": {str: int}, "residual": {str: MEASURED}, "failed_samples": int} | {
+    f"{name}?": MEASURED for name in ("loss", "lr", "gradient_norm")
 }
 
 
@@ -135,15 +116,14 @@ class Run:
         start = [Path(machine["begun_in"])] if "begun_in" in machine else []
         return [*search_path([*given, *map(Path, machine.get("data", []))], current=False), *start]
 
+    def lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """Return the lines of the log with their content, None for a line that is damaged or incomplete."""
+        content = self.log.read_bytes() if self.log.exists() else b""
+        return [(line, read_record(line)) for line in content.split(b"\n") if line.strip()]
+
     def records(self) -> list[dict[str, Any]]:
         """Return the readable lines of the log."""
         return [record for _, record in self.lines() if record is not None]
-
-    def lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Return the lines of the log with their content, None for a line that is damaged or incomplete."""
-        if not self.log.exists():
-            return []
-        return [(line, read_record(line)) for line in self.log.read_bytes().split(b"\n") if line.strip()]
 
     def epochs(self) -> list[dict[str, Any]]:
         """Return the log's record of every epoch."""
@@ -154,22 +134,21 @@ class Run:
 
         Unreadable lines are moved to ``log.damaged``, unchanged; returns their number.
         """
+
+        def early(record: dict[str, Any]) -> bool:
+            return record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epochs)
+
         lines = self.lines()
-        damaged = b"".join(line + b"\n" for line, record in lines if record is None)
+        damaged = [line + b"\n" for line, record in lines if record is None]
         if damaged:
             aside = self.folder / "log.damaged"
             before = aside.read_bytes() if aside.exists() else b""
-            if not before.endswith(damaged):  # else a process that was killed right here has moved them
-                write_bytes(aside, before + damaged)
-        kept = [
-            line
-            for line, record in lines
-            if record and record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epochs)
-        ]
-        write_bytes(self.log, b"".join(line + b"\n" for line in kept))
+            if not before.endswith(b"".join(damaged)):  # else a process that was killed right here has moved them
+                write_bytes(aside, before + b"".join(damaged))
+        write_bytes(self.log, b"".join(line + b"\n" for line, record in lines if record and early(record)))
         for part in self.folder.rglob(".*.part"):
             part.unlink(missing_ok=True)
-        return sum(record is None for _, record in lines)
+        return len(damaged)
 
     @property
     def status(self) -> str:
@@ -184,11 +163,9 @@ class Run:
         try:
             with open(self.folder / ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+                return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -199,9 +176,8 @@ class Run:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(
-                    f"{self.folder} is being trained by another process; wait for it, or stop it first."
-                ) from None
+                other = "is being trained by another process; wait for it, or stop it first."
+                raise RunError(f"{self.folder} {other}") from None
             yield
 
 
@@ -233,24 +209,23 @@ class Log:
     """
 
     def __init__(self, run: Run, samples: int, done: int = 0, step: int = 0, leads: bool = True):
-        self.run, self.samples, self.done, self.step, self.leads = run, samples, done, step, leads
+        self.path = run.log
         self.file: Any = None
         self.board: Any = None
         self.bar: Any = None
+        if not leads:
+            return
+        from tqdm import tqdm
+
+        self.file = run.log.open("ab", buffering=0)
+        with suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
+        options = {"unit": " samples", "unit_scale": True, "dynamic_ncols": True, "disable": not sys.stderr.isatty()}
+        self.bar = tqdm(total=samples, initial=done, **options)
 
     def __enter__(self) -> Log:
-        if self.leads:
-            from tqdm import tqdm
-
-            self.file = self.run.log.open("ab", buffering=0)
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.step)
-            except ImportError:
-                pass
-            hidden, options = not sys.stderr.isatty(), {"unit": " samples", "unit_scale": True, "dynamic_ncols": True}
-            self.bar = tqdm(total=self.samples, initial=self.done, disable=hidden, **options)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,7 +244,7 @@ class Log:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.file.truncate(end)  # a line is written completely or not at all
-            raise WriteError(f"{self.run.log} could not be written: {error.strerror}.") from error
+            raise WriteError(f"{self.path} could not be written: {error.strerror}.") from error
         if self.board is not None:
             for name, value in flat_numbers(record):
                 self.board.add_scalar(name, value, record["step"])

@@ -13,7 +13,7 @@ import torch
 
 from equipoise.lab.files import read_json, write_json
 from equipoise.lab.format import format_metric
-from equipoise.lab.recipes.build import check_limits, require_trust, trust_words
+from equipoise.lab.recipes.build import require_trust, trust_words
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.runs.folder import MACHINE, Run, RunError, command, create, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
@@ -69,7 +69,6 @@ def resume_folder(
         return
     source = RecipeFile.from_saved(read_json(folder / "sweep.json", SWEEP), folder / "sweep.json", trust)
     require_trust(source)
-    check_limits(source.recipe, source.where)
     finish_sweep(folder, source, machine, folders, report)
 
 
