@@ -34,18 +34,10 @@ class RecipeError(ValueError):
 
 
 class Where:
-    """Locate the keys of a recipe, in its file or on the command line, and state which code they may name.
-
-    Args:
-        name: name of the file, as shown in messages
-        text: content of the file
-        trust: modules outside the package that the recipe may name
-    """
+    """Locate the keys of a recipe in its file, called ``name``, or on the command line; hold the recipe's trust."""
 
     def __init__(self, name: str, text: str = "", trust: Trust = NOTHING):
-        self.name = name
-        self.text = text
-        self.trust = trust
+        self.name, self.text, self.trust = name, text, trust
         self.places: dict[KeyPath, str] = {}
         self.phase: tuple[int, dict[str, Any]] | None = None
 
@@ -169,10 +161,10 @@ def read_table(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
         elif "options" in fields:
             options[key] = entry
         else:
-            meant = [] if path or nearest(key, fields, cutoff=0.75) else full_keys(key, value)
-            sentence = f"there is no key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
-            sentence = sentence if meant else unknown("key", key, fields)
-            raise where.error((*path, key), (f"in {'.'.join(path)}, " if path else "") + sentence)
+            sentence = (f"in {'.'.join(path)}, " if path else "") + unknown("key", key, fields)
+            if not path and not nearest(key, fields, cutoff=0.75) and (meant := full_keys(key, value)):
+                sentence = f"there is no key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
+            raise where.error((*path, key), sentence)
     for name, f in fields.items():
         if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise where.error(path, f"{'.'.join((*path, name))} is missing; it must be given.")
@@ -283,21 +275,13 @@ def looked_up(tables: Any, path: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe, table or figure as it was requested.
+    """A recipe, table or figure as it was requested."""
 
-    Args:
-        name: "core/digits", or the name of a user's file without .toml
-        tables: content after all changes
-        where: location of every key, for messages
-        folder: folder of a user's file, whose modules it may name; empty for files of the package
-        budgeted: values before and after the budget's changes, by dotted key
-    """
-
-    name: str
-    tables: dict[str, Any]
+    name: str  # "core/digits", or the name of a user's file without .toml
+    tables: dict[str, Any]  # content after all changes
     where: Where = field(compare=False)
-    folder: str = ""
-    budgeted: dict[str, tuple[Any, Any]] = field(default_factory=dict, compare=False)
+    folder: str = ""  # of a user's file, which may name modules in it; empty for files of the package
+    budgeted: dict[str, tuple[Any, Any]] = field(default_factory=dict, compare=False)  # by dotted key: before, after
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], file: Path, trust: Trust) -> RecipeFile:
@@ -339,23 +323,16 @@ class RecipeFile:
             self.budgeted[key] = (before, value)
             change(self.tables, key, value, place(path), self.where)
 
-    def require_kind(self, kind: type) -> None:
-        """Raise unless the file is a Recipe, TableSpec or FigureSpec, naming the command for what it is."""
-        actual = kind_of(self)
-        if actual is not kind:
-            noun, verb = KINDS[actual]
-            raise RecipeError(f"{self.name} is a {noun}, not a {KINDS[kind][0]}: equipoise {verb} {self.name}.")
-
 
 SAVED = {"recipe": str, "folder": str, "tables": dict}
-KINDS: dict[type, tuple[str, str]] = {
+KINDS = {
     Recipe: ("recipe", "train"),
     TableSpec: ("table", "reproduce"),
     FigureSpec: ("figure", "figure"),
-}
+}  # and command
 
 
-def kind_of(source: RecipeFile) -> type:
+def kind_of(source: RecipeFile) -> type[Recipe] | type[TableSpec] | type[FigureSpec]:
     """Return what a file describes: Recipe, TableSpec or FigureSpec."""
     return TableSpec if "rows" in source.tables else FigureSpec if "figure" in source.tables else Recipe
 
@@ -400,8 +377,9 @@ def open_recipe(
     except RecursionError:
         raise RecipeError(f"{shown}: tables or lists are nested too deeply.") from None
     source = RecipeFile(path.stem if folder else name, tables, where, folder)
-    if kind is not None:
-        source.require_kind(kind)
+    if kind not in (None, actual := kind_of(source)):
+        noun, command = KINDS[actual]
+        raise RecipeError(f"{source.name} is a {noun}, not a {KINDS[kind][0]}: equipoise {command} {source.name}.")
     if budget not in (None, "paper"):
         budgets = read(dict[str, dict[str, Any]], tables.get("budget", {}), ("budget",), where)
         if budget not in budgets:

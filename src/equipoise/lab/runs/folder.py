@@ -195,12 +195,8 @@ def read_record(line: bytes) -> dict[str, Any] | None:
 class Log:
     """Write a run's log: JSONL always, TensorBoard if installed, a progress bar on a terminal, else plain lines.
 
-    Args:
-        run: run that is being trained
-        samples: number of samples to train on, over all epochs
-        done: number of them that were trained on before the run was resumed
-        step: number of steps before the run was resumed
-        leads: whether this process writes; in the others, nothing happens
+    The bar counts ``samples``, of which ``done`` were trained on before the run was resumed, at step ``step``. Only the
+    process that ``leads`` writes.
 
     Example:
         >>> with Log(run, samples=12 * 55000) as log:

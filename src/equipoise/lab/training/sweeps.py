@@ -27,15 +27,7 @@ Report = Callable[[list[Run], Path | None], object]  # writes a report on runs, 
 def train_recipe(
     source: RecipeFile, parent: Path, machine: Machine, folders: Sequence[Path] = (), report: Report | None = None
 ) -> Path:
-    """Train a checked recipe in a new folder, once for every seed; return the folder.
-
-    Args:
-        source: recipe, after :func:`equipoise.lab.recipes.build.check`
-        parent: folder in which to create the run's folder
-        machine: see :func:`equipoise.lab.runs.machine.this_machine`
-        folders: folders to look for data in first
-        report: function called with the runs, and with the folder if it is a sweep, when training has ended
-    """
+    """Train a checked recipe in a new folder of ``parent``, once for every seed; return the folder."""
     sweep = source.recipe.seeds > 1
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads and sweep:
@@ -48,7 +40,7 @@ def train_recipe(
         if sweep:
             finish_sweep(folder, source, machine, folders, report)
         else:
-            finish_run(Run(folder, source.where.trust), machine, folders, report, source)
+            finish_run(Run(folder, source.where.trust), machine, folders, source, report)
     except Exception:
         if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):  # nothing was trained
             shutil.rmtree(folder)
@@ -56,28 +48,22 @@ def train_recipe(
     return folder
 
 
-def resume_folder(
-    folder: Path,
-    machine: Machine,
-    folders: Sequence[Path] = (),
-    report: Report | None = None,
-    trust: Trust = NOTHING,
-) -> None:
+def resume_folder(folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING) -> None:
     """Continue a run, or all runs of a sweep, whose files may name code from trusted modules."""
     if not (folder / "sweep.json").exists():
-        finish_run(open_run(folder, trust), machine, folders, report)
+        finish_run(open_run(folder, trust), machine, folders)
         return
     source = RecipeFile.from_saved(read_json(folder / "sweep.json", SWEEP), folder / "sweep.json", trust)
     require_trust(source)
-    finish_sweep(folder, source, machine, folders, report)
+    finish_sweep(folder, source, machine, folders)
 
 
 def finish_run(
     run: Run,
     machine: Machine,
     folders: Sequence[Path],
-    report: Report | None,
     source: RecipeFile | None = None,
+    report: Report | None = None,
 ) -> None:
     """Train a run to its end, and print its result."""
     result = run_to_end(run, machine, folders, source)
@@ -94,7 +80,7 @@ def finish_run(
 
 
 def finish_sweep(
-    folder: Path, source: RecipeFile, machine: Machine, folders: Sequence[Path], report: Report | None
+    folder: Path, source: RecipeFile, machine: Machine, folders: Sequence[Path], report: Report | None = None
 ) -> None:
     """Train every seed to its end, and print mean and standard deviation of the metrics."""
     recipe, stop = source.recipe, StopRequest()

@@ -21,18 +21,7 @@ from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.gradients.rules import UnrolledGradient
 from equipoise.lab.data import Batch, Split
 from equipoise.lab.files import write_json
-from equipoise.lab.recipes.build import (
-    build_model,
-    build_optimizer,
-    build_schedule,
-    build_task,
-    check,
-    compile_equilibria,
-    load_data,
-    module_of,
-    outside_names,
-    trust_words,
-)
+from equipoise.lab.recipes import build
 from equipoise.lab.recipes.reading import RecipeFile
 from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
@@ -97,15 +86,12 @@ class Learner:
         layers = [layer for layer in self.model.modules() if isinstance(layer, Equilibrium)]
         return not any(isinstance(layer.gradient, UnrolledGradient) for layer in layers)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {**checkpoints.model_tensors(self.model), **checkpoints.pack_optimizer(self.optimizer)[0]}
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "optimizer": checkpoints.pack_optimizer(self.optimizer)[1],
-            "schedule": checkpoints.pack_schedule(self.schedule),
-            "scaler": self.scaler.state_dict(),
-        }
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and facts from which another learner can continue."""
+        tensors, optimizer = checkpoints.pack_optimizer(self.optimizer)
+        schedule, scaler = checkpoints.pack_schedule(self.schedule), self.scaler.state_dict()
+        facts = {"optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+        return {**checkpoints.model_tensors(self.model), **tensors}, facts
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Continue with the optimizer, schedule and scaler of another learner."""
@@ -187,15 +173,9 @@ def train(
     """Train a run from its last checkpoint, if any, to its end, and return its result.
 
     Args:
-        run: run created by :func:`equipoise.lab.runs.folder.create`
-        machine: see :func:`equipoise.lab.runs.machine.this_machine`
         folders: folders to look for data in first
         source: the recipe as it was opened and checked, which knows the lines of its file; None uses the run's copy
         stop: object that listens to signals already; None listens during training
-
-    Raises:
-        Stopped: after Ctrl-C or SIGTERM, once the step is finished and saved
-        TrainingFailed: after too many failed steps in a row
     """
     if run.result is not None:
         return run.result
@@ -212,10 +192,10 @@ class Trainer:
     ):
         self.run, self.machine, self.stop = run, machine, stop
         if source is None:
-            check(source := run.source)
+            build.check(source := run.source)
         self.source, self.recipe = source, source.recipe
         self.phases = [source.phase(number) for number in range(len(self.recipe.phases))]
-        self.data = load_data(self.recipe, run.data_folders(folders), source.where.trust)
+        self.data = build.load_data(self.recipe, run.data_folders(folders), source.where.trust)
         for split in (self.data.val, self.data.test):
             if split is not None and len(split) < machine.world:
                 raise ValueError(f"a split of {len(split)} samples cannot be shared by {machine.world} processes.")
@@ -259,17 +239,17 @@ class Trainer:
     def assemble(self, phase: int) -> Learner:
         """Build model, task, optimizer and schedule as they are at the start of a phase."""
         recipe, where = self.phases[phase], self.source.where_in(phase)
-        model = self.setting.place(build_model(recipe, self.facts, where))
+        model = self.setting.place(build.build_model(recipe, self.facts, where))
         if recipe.training.compile:
-            compile_equilibria(model, where)
+            build.compile_equilibria(model, where)
         first, end = self.stretch(phase)
         first_recipe, first_where = self.phases[first], self.source.where_in(first)
-        optimizer = build_optimizer(first_recipe, [p for p in model.parameters() if p.requires_grad], first_where)
+        optimizer = build.build_optimizer(first_recipe, [p for p in model.parameters() if p.requires_grad], first_where)
         epochs = self.epochs_before[end] - self.epochs_before[first]
-        schedule = build_schedule(first_recipe, optimizer, epochs, self.steps_per_epoch, first_where)
+        schedule = build.build_schedule(first_recipe, optimizer, epochs, self.steps_per_epoch, first_where)
         scaler = torch.amp.GradScaler(self.machine.device.type, enabled=self.recipe.training.precision == "float16")
         net = DistributedDataParallel(model) if self.machine.world > 1 else model
-        task = build_task(recipe, self.facts, where)
+        task = build.build_task(recipe, self.facts, where)
         return Learner(model, net, task, recipe.jacobian, optimizer, schedule, scaler)
 
     def stretch(self, phase: int) -> tuple[int, int]:
@@ -284,12 +264,11 @@ class Trainer:
 
     def enter(self, phase: int) -> None:
         """Start the next phase with the same weights, and the same optimizer unless the phase restarts it."""
-        before = self.learner
+        tensors, facts = self.learner.saved()
         self.learner = self.assemble(phase)
-        tensors = before.tensors()
         checkpoints.load_model(self.learner.model, tensors, f"phase {phase - 1}")
         if self.stretch(phase)[0] != phase:
-            self.learner.restore(tensors, before.facts())
+            self.learner.restore(tensors, facts)
 
     # The loop
 
@@ -497,7 +476,7 @@ class Trainer:
         return evaluate(self.learner.model, self.learner.task, split, self.setting, self.machine, size, seed, each)
 
     def stopped(self) -> Stopped:
-        return Stopped(self.run.folder, self.state.position.step, self.stop.signal, trust_words(self.source))
+        return Stopped(self.run.folder, self.state.position.step, self.stop.signal, build.trust_words(self.source))
 
     # Checkpoints
 
@@ -517,10 +496,10 @@ class Trainer:
         state = self.state
         sums = self.machine.total(state.sums)
         if self.machine.leads:
-            tensors = {**self.learner.tensors(), **{f"sums/{name}": value for name, value in sums.items()}}
+            tensors, learner = self.learner.saved()
+            tensors |= {f"sums/{name}": value for name, value in sums.items()}
             progress = {k: v for k, v in vars(state).items() if k != "sums"} | {"position": asdict(state.position)}
-            facts = {**self.model_facts(), "learner": self.learner.facts(), "progress": progress}
-            checkpoints.save(self.run.last, tensors, facts)
+            checkpoints.save(self.run.last, tensors, {**self.model_facts(), "learner": learner, "progress": progress})
         self.machine.wait()
 
     def open_own(self, path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -584,7 +563,7 @@ class Trainer:
         )
         if data.note:
             self.log.show(f"note: {data.note}")
-        if modules := dict.fromkeys(module_of(name) for _, name in outside_names(self.source)):
+        if modules := dict.fromkeys(build.module_of(name) for _, name in build.outside_names(self.source)):
             places = ", ".join(f"{module} ({self.source.where.trust.place(module)})" for module in modules)
             self.log.show(f"code from outside the package: {places}")
         if self.damaged_lines:
