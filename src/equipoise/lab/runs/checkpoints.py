@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
-from equipoise.lab.recipes.reading import SAVED, RecipeError
+from equipoise.lab.recipes.reading import SAVED, RecipeError, key_paths, looked_up
 from equipoise.lab.runs.folder import BEST
 from equipoise.models.parts.normalize import Normalize
 from equipoise.registry import MissingPackage, UnknownName, UntrustedName
@@ -101,41 +101,34 @@ def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[st
         reason = misfit(facts, WEIGHTS)
     except ValueError as error:
         reason = str(error)
+    if training and not reason:
+        if "learner" not in facts and "progress" not in facts:
+            raise CheckpointError(
+                f"{path} contains only weights, so training cannot continue from it: is it a copy of best.safetensors? "
+                "Restore the run's own last.safetensors, or start a new run with training.init_from set to this file."
+            )
+        reason = misfit(facts, TRAINING)
     if reason:
         raise CheckpointError(f"{path} has a header that is damaged: {reason}.")
-    if training:
-        require_training(path, facts)
     if stray := [name for name in tensors if not name.startswith(("model/", "optimizer/", "sums/"))]:
         raise CheckpointError(f"{path} is damaged: its tensor {stray[0]!r} has an unknown prefix.")
     return tensors, facts
 
 
-def require_training(path: Path, facts: dict[str, Any]) -> None:
-    """Raise unless training can continue from a checkpoint with these facts."""
-    if "learner" not in facts and "progress" not in facts:
-        raise CheckpointError(
-            f"{path} contains only weights, so training cannot continue from it: is it a copy of best.safetensors? "
-            "Restore the run's own last.safetensors, or start a new run with training.init_from set to this file."
-        )
-    if reason := misfit(facts, TRAINING):
-        raise CheckpointError(f"{path} has a header that is damaged: {reason}.")
-
-
 def require_same_recipe(path: Path, facts: dict[str, Any], tables: dict[str, Any], of: Path) -> None:
     """Raise unless a checkpoint belongs to the recipe in these tables, naming the keys that differ."""
-    saved, own = leaves(facts["tables"]), leaves(tables)
+
+    def values(tables: dict[str, Any]) -> dict[str, str]:
+        """Return the values by dotted key, as JSON: NaN then equals NaN, and 1 is not 1.0."""
+        paths = [(path, looked_up(tables, path)) for path in key_paths(tables)]
+        return {".".join(path): json.dumps(v) for path, v in paths if not isinstance(v, dict | list) or not v}
+
+    saved, own = values(facts["tables"]), values(tables)
     different = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
     if different:
         shown = [f"{key} is {saved.get(key, 'not set')} there and {own.get(key, 'not set')} here" for key in different]
         more = f" (and {len(shown) - 5} more)" if len(shown) > 5 else ""
         raise CheckpointError(f"{path} belongs to another run than {of}: {'; '.join(shown[:5])}{more}.")
-
-
-def leaves(value: Any, path: str = "") -> dict[str, str]:
-    """Return the values in nested tables and lists by dotted key, as JSON: NaN then equals NaN, and 1 is not 1.0."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    values = {k: v for key, entry in inside for k, v in leaves(entry, f"{path}.{key}" if path else str(key)).items()}
-    return values or ({path: json.dumps(value)} if path else {})
 
 
 @contextmanager
@@ -219,9 +212,8 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 def unpack_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Restore what :func:`pack_optimizer` returned; raise for what such an optimizer cannot have written."""
     own = optimizer.state_dict()["param_groups"]
-    if len(facts["groups"]) != len(own) or any(
-        not alike({**new, **old}, new) for old, new in zip(facts["groups"], own, strict=False)
-    ):
+    groups = [{**new, **old} for old, new in zip(facts["groups"], own, strict=False)]
+    if len(facts["groups"]) != len(own) or not alike(groups, own):
         raise ValueError(f"its optimizer is not a {type(optimizer).__name__} of this model")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
@@ -239,7 +231,6 @@ def unpack_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor], facts: di
                     f"its optimizer state for parameter {index}, of shape {tuple(shape)}, does not fit "
                     f"{type(optimizer).__name__}: {', '.join(sorted(odd))}"
                 )
-    groups = [{**new, **old} for old, new in zip(facts["groups"], own, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
