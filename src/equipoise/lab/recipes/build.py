@@ -21,16 +21,7 @@ from equipoise.lab.recipes.reading import RecipeError, RecipeFile, Where
 from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.models import MODELS
 from equipoise.options import UnknownOption
-from equipoise.registry import (
-    Registry,
-    Trust,
-    UnknownName,
-    UntrustedName,
-    call,
-    check_options,
-    parameters,
-    trusting,
-)
+from equipoise.registry import Registry, Trust, UnknownName, UntrustedName, call, check_options, parameters, trusting
 from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance

@@ -19,10 +19,7 @@ from equipoise.registry import Trust
 
 
 def load(
-    path: str | Path,
-    weights: str = "best",
-    device: str | torch.device = "cpu",
-    trust: str | Sequence[str] = (),
+    path: str | Path, weights: str = "best", device: str | torch.device = "cpu", trust: str | Sequence[str] = ()
 ) -> nn.Module:
     """Load the trained model of a run, or of one checkpoint file.
 

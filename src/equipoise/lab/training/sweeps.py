@@ -59,11 +59,7 @@ def resume_folder(folder: Path, machine: Machine, folders: Sequence[Path] = (), 
 
 
 def finish_run(
-    run: Run,
-    machine: Machine,
-    folders: Sequence[Path],
-    source: RecipeFile | None = None,
-    report: Report | None = None,
+    run: Run, machine: Machine, folders: Sequence[Path], source: RecipeFile | None = None, report: Report | None = None
 ) -> None:
     """Train a run to its end, and print its result."""
     result = run_to_end(run, machine, folders, source)
