@@ -17,7 +17,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.recipes.recipe import Recipe, kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.reading import kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.schema import Recipe
 from official_files import make_cityscapes, make_imagenette
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +100,10 @@ def fails(capsys, *words):
         (["train", "core/digits", "training.batchsize=3"], "did you mean 'batch_size'?"),
         (["train", "core/digits", "phases.7.epochs=3"], "phases.7 does not exist; phases has the entries 0 to 0"),
         (["train", "core/digits", "phases.0.epochs=many"], "phases.0.epochs is 'many'; it must be a whole number"),
-        (["train", "core/digits", "phases.0.epochs=0"], "phases.0.epochs is 0; it must be at least 1"),
+        (
+            ["train", "core/digits", "phases.0.epochs=0"],
+            "phases.0.epochs is 0; it must be a whole number of at least 1",
+        ),
         (["train", "core/digits", "nonsense"], "'nonsense' is not a change of a recipe; write key=value"),
         (["train", "core/digits", "optimizer.lr=-1"], "Invalid learning rate: -1"),
         (["train", "core/digits", "solver.name=andersen"], "there is no solver 'andersen'; did you mean 'anderson'?"),
@@ -137,13 +141,13 @@ def fails(capsys, *words):
         (["train", "mdeq/cifar10-small", "epochs=3"], "did you mean 'phases.0.epochs' or 'phases.1.epochs'?"),
         (
             ["train", "core/digits", "--epochs", "3"],
-            "there is no argument '--epochs'; a recipe is changed by key=value: phases.0.epochs=3.",
+            "there is no argument '--epochs'; change a recipe with key=value: phases.0.epochs=3.",
         ),
-        (["train", "core/digits", "--lr=0.1"], "a recipe is changed by key=value: optimizer.lr=0.1."),
-        (["train", "core/digits", "--batch-size", "3"], "a recipe is changed by key=value: training.batch_size=3."),
-        (["reproduce", "core/table", "--epochs", "3"], "a recipe is changed by key=value: phases.0.epochs=3."),
-        (["figure", "core/convergence", "--epochs"], "a recipe is changed by key=value: phases.0.epochs=VALUE."),
-        (["evaluate", "runs/x", "--radius", "3"], "an option of the task is given as key=value: radius=3."),
+        (["train", "core/digits", "--lr=0.1"], "change a recipe with key=value: optimizer.lr=0.1."),
+        (["train", "core/digits", "--batch-size", "3"], "change a recipe with key=value: training.batch_size=3."),
+        (["reproduce", "core/table", "--epochs", "3"], "change a recipe with key=value: phases.0.epochs=3."),
+        (["figure", "core/convergence", "--epochs"], "change a recipe with key=value: phases.0.epochs=VALUE."),
+        (["evaluate", "runs/x", "--radius", "3"], "give options of the task as key=value: radius=3."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -247,7 +251,7 @@ def test_one_damaged_run_does_not_hide_the_others(run, tmp_path, capsys):
 
 def test_no_runs_yet(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 0
-    assert "`equipoise train` makes one" in capsys.readouterr().out
+    assert "`equipoise train` creates one" in capsys.readouterr().out
 
 
 def test_doctor_finds_everything_here(capsys):
@@ -562,7 +566,7 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
 
 def test_resuming_a_finished_run_says_so(run, capsys):
     assert main(["resume", str(run)]) == 0
-    assert f"{run} is finished, so that there is nothing to continue; its result:" in capsys.readouterr().out
+    assert f"{run} is finished, so there is nothing to continue; its result:" in capsys.readouterr().out
 
 
 def test_training_says_when_the_solver_does_nothing(capsys, tmp_path):

@@ -30,11 +30,11 @@ from unittest import mock
 
 import pytest
 import torch
+from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
 
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.recipes.build import check
-from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
 from equipoise.lab.results.reproduce import FIGURES, rows
 
 ROOT = Path(__file__).parent.parent

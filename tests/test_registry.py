@@ -13,7 +13,7 @@ from torch import nn
 import equipoise as eq
 from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
-from equipoise.lab.recipes.recipe import Where
+from equipoise.lab.recipes.reading import Where
 from equipoise.lab.results.reproduce import FIGURES
 from equipoise.models import MODELS, create_model, list_models
 from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown

@@ -25,7 +25,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.results.segment import in_windows
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.drawing import CAMVID_COLORS, CITYSCAPES_COLORS, class_colors, confusion_figure, in_color, overlay
 from equipoise.tasks.segmentation import Segmentation, class_ious, mean_over_windows, spread_over, window_starts

@@ -13,7 +13,7 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main, parser
-from equipoise.lab.recipes.recipe import RecipeError
+from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
 from equipoise.registry import ANYTHING, NOTHING, Registry, Trust, UnknownName, UntrustedName, WrongKind, trusting
@@ -271,7 +271,7 @@ def test_what_a_user_types_is_the_users_own_word(copy, place):
 def test_names_that_are_no_strings(copy):
     for name in (5, None, ["os:system"], {"name": "os"}):
         edit(copy, "model", "name", to=name)
-        with pytest.raises(RecipeError, match=r"model\.name is .*; it must be a text"):
+        with pytest.raises(RecipeError, match=r"model\.name is .*; it must be a string"):
             eq.load(copy)
 
 

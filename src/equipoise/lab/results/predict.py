@@ -14,7 +14,7 @@ from equipoise.lab.data.files.images import MODES, fitted, opened, pixels, readi
 from equipoise.lab.data.files.limits import LIMITS, read_file
 from equipoise.lab.format import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
-from equipoise.lab.recipes.recipe import RecipeError
+from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine

@@ -19,10 +19,10 @@ import torch
 import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.files import write_text
-from equipoise.lab.format import duration, percent, printable, printable_text, shown
+from equipoise.lab.format import duration, format_metric, percent, printable, printable_text
 from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
-from equipoise.lab.recipes.recipe import Recipe
-from equipoise.lab.recipes.toml import toml
+from equipoise.lab.recipes.reading import to_toml
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Look, Notice, look
 from equipoise.lab.runs.folder import Run
@@ -159,10 +159,10 @@ def section(entry: Look) -> dict[str, Any]:
 def cards(entry: Look) -> Iterator[Card]:
     """The numbers people look for first."""
     for name, value in entry.test_metrics.items():
-        yield Card(f"test {name}", shown(name, value), f"{entry.weights} weights")
+        yield Card(f"test {name}", format_metric(name, value), f"{entry.weights} weights")
     if entry.best is not None:
         name, value, epoch = entry.best["metric"], entry.best["value"], entry.best["epoch"]
-        yield Card(f"validation {name}", shown(name, value), f"best, after epoch {epoch}")
+        yield Card(f"validation {name}", format_metric(name, value), f"best, after epoch {epoch}")
     if entry.parameters is not None:
         yield Card("parameters", f"{entry.parameters:,}", entry.recipe.model.name)
     if entry.seconds is not None:
@@ -200,7 +200,7 @@ def parts(entry: Look) -> Iterator[Part]:
     if drawn := pictures(task_pictures(entry), entry.label):
         yield Part("Pictures of the test split", pictures=drawn)
     yield Part("How it was made", commands=list(commands(entry)), table=provenance(entry.facts))
-    yield Part("Recipe", "All settings, defaults included.", text=toml(entry.recipe))
+    yield Part("Recipe", "All settings, defaults included.", text=to_toml(entry.recipe))
 
 
 def tolerance(recipe: Recipe) -> float | None:
@@ -278,7 +278,7 @@ def results(looks: list[Look]) -> Table:
         heading.remove("status")  # the table is wide enough
     table = Table(tuple(heading), [])
     for rows in groups.values():
-        table.rows.extend(tuple(shown(name, row.get(name)) for name in heading) for row in rows)
+        table.rows.extend(tuple(format_metric(name, row.get(name)) for name in heading) for row in rows)
         if len(rows) > 1 and rows[0]["status"] == "finished":
             table.rows.append(mean_row(heading, rows))
     return table
@@ -309,7 +309,7 @@ def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
         if name.startswith(("test ", "best validation ")) and len(values) == len(rows):
             spread = statistics.stdev(values)
             shown_spread = percent(spread) if "accuracy" in name else f"{spread:.2g}"
-            cells[name] = f"{shown(name, statistics.fmean(values))} ± {shown_spread}"
+            cells[name] = f"{format_metric(name, statistics.fmean(values))} ± {shown_spread}"
     return tuple(cells.get(name, "") for name in heading)
 
 

@@ -14,15 +14,10 @@ from equipoise.lab.data.get.sources import how_to_get
 from equipoise.lab.data.inventory import found as found_in
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
-from equipoise.lab.recipes.recipe import (
-    Data,
-    FigureSpec,
-    Paper,
-    Recipe,
+from equipoise.lab.recipes.reading import (
     RecipeError,
-    Row,
-    Source,
-    Table,
+    RecipeFile,
+    budget_changes,
     change,
     entries,
     kind_of,
@@ -30,9 +25,11 @@ from equipoise.lab.recipes.recipe import (
     parse_override,
     recipes_folder,
 )
-from equipoise.lab.results.sweeps import Stopped, resume_folder, summarize, train_recipe
+from equipoise.lab.recipes.schema import Data, FigureSpec, Paper, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
+from equipoise.lab.training.trainer import Stopped
 from equipoise.registry import (
     ANYTHING,
     NOTHING,
@@ -78,7 +75,7 @@ ASKED = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [st
 
 
 def asked_for(
-    name: str, source: Source, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
+    name: str, source: RecipeFile, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
 ) -> dict[str, Any]:
     """What a table or a figure was asked for with, to continue it from anywhere."""
     return {
@@ -98,7 +95,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     asked = read_json(folder / "reproduce.json", ASKED)
     budget, where = asked["budget"], [*folders, *map(Path, asked["data"])]
     source = open_recipe(asked["name"], trust=trust)
-    table: Table = source.read(Table)
+    table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
     found = rows(source, budget, asked["changes"])
     again = trust_words(*(recipe for _, recipe in found))
@@ -122,32 +119,17 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     return folder / "table.md"
 
 
-def introduction(title: str, paper: Paper, budget: str | None, recipes: Sequence[Source], source: Source) -> str:
+def introduction(
+    title: str, paper: Paper, budget: str | None, recipes: Sequence[RecipeFile], source: RecipeFile
+) -> str:
     """What a table or figure is about to show, as its file says, and what its budget leaves of it."""
     lines = [title, *(f"{name:<18}{text}" for name, text in (("aim", paper.aim), ("note", paper.note)) if text)]
     if budget not in (None, "paper"):
-        lines.append(f"{'budget ' + budget:<18}{shrunk([source, *recipes])}")
+        lines.append(f"{'budget ' + budget:<18}{budget_changes([source, *recipes])}")
     return "\n".join(lines)
 
 
-def shrunk(sources: Sequence[Source]) -> str:
-    """What budgets changed, on one line: ``"data.limit 32; phases.0.epochs 40, 200 -> 1"``."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for source in sources:
-        for key, values in source.budgeted.items():
-            for seen, value in zip(found.setdefault(key, ([], [])), map(short, values), strict=True):
-                seen.extend([value] if value not in ("", *seen) else [])
-    found.pop("title", None)
-    told = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in found.items()]
-    return "; ".join(told) or "changes nothing"
-
-
-def short(value: Any) -> str:
-    """A value as the command line takes it; a section by its name."""
-    return "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
-
-
-def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
+def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None:
     """Raise MissingData that names every set that is not there: before the first of several trainings, not after it."""
     missing: dict[str, MissingData] = {}
     for recipe in recipes:
@@ -165,7 +147,7 @@ def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
 
 
 def trained_in(
-    folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path], again: Sequence[str]
+    folder: Path, place: str, recipe: RecipeFile, machine: Machine, folders: Sequence[Path], again: Sequence[str]
 ) -> Path:
     """The run or sweep of a recipe at a place of a folder, taken from wherever it stands to its end.
 
@@ -181,15 +163,15 @@ def trained_in(
         raise Stopped(folder, stopped.step, stopped.number, again) from None
 
 
-def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
+def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, RecipeFile]]:
     """The rows of a table, each with its recipe, checked.
 
     Changes are made in this order: the recipe's budget, the row's own, the table's budget, the command line's.
     """
-    if kind_of(source) is not Table:
+    if kind_of(source) is not TableSpec:
         verb = "figure" if "figure" in source.tables else "train"
         raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
-    found, table = [], source.read(Table)
+    found, table = [], source.read(TableSpec)
     for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
         name = str(Path(source.folder) / row.recipe) if beside else row.recipe
@@ -226,7 +208,7 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
     }
 
 
-def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, rows: int) -> str:
+def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, rows: int) -> str:
     """The table as text; of one that was stopped, as many of its ``rows`` as there are."""
 
     def value(number: float | None, spread: float | None) -> str:
@@ -291,7 +273,7 @@ def draw_figure(
 
 def opened_figure(
     name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
-) -> tuple[Source, list[str]]:
+) -> tuple[RecipeFile, list[str]]:
     """A figure with those of the changes that are of its own options, and the others, which are of its recipes."""
     source = open_recipe(name, trust=trust)
     if kind_of(source) is not FigureSpec:
@@ -305,7 +287,7 @@ def opened_figure(
     return mine, [text for text in changes if text not in own]
 
 
-def figure_function(source: Source) -> Callable[..., Any]:
+def figure_function(source: RecipeFile) -> Callable[..., Any]:
     """The function that draws a figure."""
     try:
         with trusting(source.where.trust):
@@ -316,7 +298,7 @@ def figure_function(source: Source) -> Callable[..., Any]:
         raise source.where.error(("figure",), str(error)) from None
 
 
-def figure_options(source: Source) -> set[str]:
+def figure_options(source: RecipeFile) -> set[str]:
     """What a figure's function takes beside the runs."""
     return parameters(figure_function(source))[0] - set(FIGURE_FACTS)
 
@@ -349,7 +331,7 @@ def continue_figure(
     return drawn(source, runs, machine, where, out or picture_in(folder, source))
 
 
-def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> list[Source]:
+def trainings(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[RecipeFile]:
     """The recipes that a figure is drawn from, checked: its own changes first, then the command line's."""
     found = []
     for entry in source.read(FigureSpec).recipes:
@@ -360,11 +342,11 @@ def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> lis
     return found
 
 
-def picture_in(folder: Path, source: Source) -> Path:
+def picture_in(folder: Path, source: RecipeFile) -> Path:
     return folder / f"{source.name.replace('/', '-')}.png"
 
 
-def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
+def drawn(source: RecipeFile, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
     """Draw a figure from its runs."""
     if machine.leads:
         spec: FigureSpec = source.read(FigureSpec)
