@@ -13,7 +13,7 @@ from equipoise.cli import parser
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.recipes.build import check
 from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
-from equipoise.lab.results.reproduce import FIGURES, rows
+from equipoise.lab.results.reproduce import figure_functions, rows
 from equipoise.models.opteq.model import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +71,7 @@ def test_commands_name_recipes_that_can_be_made(line):
     elif asked.command == "reproduce":
         assert rows(open_recipe(asked.recipe), asked.budget, asked.changes)
     else:
-        assert FIGURES[open_recipe(asked.recipe).read(FigureSpec).figure]
+        assert figure_functions()[open_recipe(asked.recipe).read(FigureSpec).figure]
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M))))

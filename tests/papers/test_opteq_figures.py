@@ -12,7 +12,7 @@ from equipoise.cli import main
 from equipoise.lab.data import load
 from equipoise.lab.recipes.recipe import FigureSpec, Recipe, open_recipe
 from equipoise.lab.results.figures import reached
-from equipoise.lab.results.reproduce import FIGURE_FACTS, FIGURES
+from equipoise.lab.results.reproduce import FIGURE_FACTS, figure_functions
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine
@@ -559,7 +559,7 @@ def test_the_scatters_of_figure_2_have_the_same_axes(work):
 @pytest.mark.parametrize("name", ["figure2", "figure3a", "figure3b", "figure3c", "figure4a", "figure4b"])
 def test_the_paper_s_figures_are_of_the_models_they_are_about(name):
     spec = open_recipe(f"opteq/{name}").read(FigureSpec)
-    check_options(FIGURES[spec.figure], spec.options, FIGURE_FACTS, name)
+    check_options(figure_functions()[spec.figure], spec.options, FIGURE_FACTS, name)
     entries = [entry.split() for entry in spec.recipes]
     recipes = [open_recipe(recipe, None, changes).read(Recipe) for recipe, *changes in entries]
     models = {"figure2": ["mopteq", "popteq"], "figure3a": ["opteq"], "figure3b": ["mopteq", "mopteq"]}
@@ -603,10 +603,10 @@ def says(work, tmp_path, capsys):
         (ATTACK + "radius = 0", "radius is 0; it must be a number above 0"),
         (ATTACK + "step_size = -1", "step_size is -1; it must be a number above 0"),
         (ATTACK + "samples = true", "samples is True; it must be a whole number at least 1"),
-        (DIVERSITY + "lambdas = []", "lambdas must be a list of numbers or '1/C', got []"),
+        (DIVERSITY + "lambdas = []", "lambdas must be a list of distinct numbers or '1/C', got []"),
         (DIVERSITY + 'lambdas = [0, "C"]', "lambdas[1] (if not '1/C') is 'C'; it must be a number at least 0"),
         (DIVERSITY + "lambdas = [-0.1]", "lambdas[0] (if not '1/C') is -0.1; it must be a number at least 0"),
-        (DIVERSITY + "lambdas = [0.1, 0.1]", "lambdas must all differ, got [0.1, 0.1]"),
+        (DIVERSITY + "lambdas = [0.1, 0.1]", "lambdas must be a list of distinct numbers or '1/C', got [0.1, 0.1]"),
         (DIVERSITY + "evaluations = 1", "evaluations is 1; it must be a whole number at least 2"),
         (SOLVERS + "batch_size = 0", "batch_size is 0; it must be a whole number at least 1"),
         (SOLVERS + "samples = 2.0", "samples is 2.0; it must be a whole number at least 1"),

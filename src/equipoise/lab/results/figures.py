@@ -188,7 +188,7 @@ def convergence_of(
     models: Sequence[tuple[Trained, Split]], samples: int = 128, relative: float = 1e-6, max_steps: int = 60
 ) -> Figure:
     """Plot :func:`convergence` for models that are already open, each with the split to take samples from."""
-    check_number("samples", samples, at_least=1, whole=True)
+    check_counts(samples=(samples, 1))
     tolerance = Tolerance(relative=relative, max_steps=max_steps, patience=None)
     figure, axes = panels(1, len(models), height=5, sharey=True)
     for axis, (trained, split) in zip(axes[0], models, strict=True):
@@ -557,3 +557,9 @@ def check_number(
         require_number(name, value, at_least=at_least, above=above, whole=whole)
     except TypeError as error:  # the value comes from a file or the command line, which reports a ValueError
         raise ValueError(str(error)) from None
+
+
+def check_counts(**counts: tuple[Any, int]) -> None:
+    """Raise ValueError unless every option is a whole number of at least its minimum: ``samples=(samples, 1)``."""
+    for name, (value, minimum) in counts.items():
+        check_number(name, value, at_least=minimum, whole=True)

@@ -169,7 +169,7 @@ def cards(summary: RunSummary) -> Iterator[Card]:
     if summary.parameters is not None:
         yield Card("parameters", f"{summary.parameters:,}", summary.recipe.model.name)
     if summary.seconds is not None:
-        note = f"{len(summary.epochs)} epochs, {summary.steps:,} steps"
+        note = f"epochs: {len(summary.epochs)}, steps: {summary.steps:,}"
         yield Card("training time", duration(summary.seconds), note)
     if (solver := summary.test.get("solver", {}).get("forward")) is not None:
         steps = solver["steps"]
@@ -200,9 +200,7 @@ def sections(summary: RunSummary) -> Iterator[PageSection]:
     if evaluation is not None and (drawn := pictures(figures.histograms(evaluation.sums), label)):
         yield PageSection("Solver on the test split", pictures=drawn + pictures(convergence(summary), label))
     if table := solver_table(summary):
-        words = (
-            "Training and validation rows are from the last epoch. Residuals are rounded up to a quarter of a decade."
-        )
+        words = "Training and validation: last epoch. Residuals are rounded up to a quarter of a decade."
         yield PageSection("Solver statistics", words, table=table)
     if drawn := pictures(task_pictures(summary), label):
         yield PageSection("Test results", pictures=drawn)

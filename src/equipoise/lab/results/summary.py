@@ -118,9 +118,7 @@ def summarize_run(run: Run, label: str, machine: Machine, folders: Sequence[Path
     except (ValueError, LookupError, OSError, ImportError) as error:
         notice = Notice(f"The model could not be opened, so nothing was evaluated: {error}")
         if summary.trained is not None:
-            text = (
-                f"The test split could not be evaluated, so its figures are missing: {error} To write this page again:"
-            )
+            text = f"The test split could not be evaluated, so its figures are missing: {error} To retry:"
             notice = Notice(text, f"equipoise report {summary.command_name}")
         summary.notices.append(notice)
         return summary
@@ -128,16 +126,8 @@ def summarize_run(run: Run, label: str, machine: Machine, folders: Sequence[Path
         summary.notices.append(Notice(f"Data set: {data.note}"))
     size, seed = trained.recipe.training.evaluation_batch_size, trained.recipe.seed
     with progress_bar(f"evaluating {label}", len(data.test)) as bar:
-        summary.evaluation = evaluate(
-            trained.model,
-            trained.task,
-            data.test,
-            trained.setting,
-            machine,
-            size,
-            seed,
-            lambda n: bar.update(n - bar.n),
-        )
+        arguments = trained.model, trained.task, data.test, trained.setting, machine, size, seed
+        summary.evaluation = evaluate(*arguments, each=lambda done: bar.update(done - bar.n))
     return summary
 
 

@@ -1,8 +1,9 @@
 """Figures of the MDEQ paper: convergence by solver and by scale.
 
 S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), figures 6 and 7. The paper plots the
-change of the iterate, which favours short steps; these figures plot the residual of f. Each function writes its numbers
-as JSON beside the picture.
+change of the iterate, which favours short steps; these figures plot the residual of f. Functions take trained ``runs``,
+the ``machine`` to solve on, ``folders`` searched first for data, and the ``path`` of the picture, beside which they
+write their numbers as JSON (None writes none).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from equipoise.lab.results.figures import (
     BLUE,
     ORANGE,
     CurveStyle,
-    check_number,
+    check_counts,
     curve_styles,
     describe,
     draw_residuals,
@@ -74,14 +75,11 @@ def convergence(
 
     Args:
         runs: trained runs of MDEQs; one panel each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         batches: number of random test batches; their mean and standard deviation are drawn.
         batch_size: samples per batch; if the test split is too small, batches are smaller, and fewer if necessary.
         evaluations: number of evaluations of f, the first one at z0.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
-    check(batches, batch_size, evaluations)
+    check_counts(batches=(batches, 2), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
     measured = []
     for run in runs:
         trained, splits = open_with_batches(run, machine, folders, batches, batch_size)
@@ -133,9 +131,9 @@ def scales(
 
     Args:
         runs: two trained runs: an MDEQ with several scales, then one with a single scale.
-        machine, folders, batches, batch_size, evaluations, path: see :func:`convergence`.
+        batches, batch_size, evaluations: see :func:`convergence`.
     """
-    check(batches, batch_size, evaluations)
+    check_counts(batches=(batches, 2), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
     opened = [open_with_batches(run, machine, folders, batches, batch_size) for run in runs]
     counts = [equilibrium_of(trained, MultiscaleCell).f.size.scales for trained, _ in opened]
     if len(counts) != 2 or counts[0] == 1 or counts[1] != 1:
@@ -147,8 +145,7 @@ def scales(
     for run, (trained, splits) in zip(runs, opened, strict=True):
         solver = broyden_of(run, trained)
         curves = residuals(trained, splits, solver, evaluations)
-        del curves[WHOLE]
-        measured.append(numbers_of(run, splits, solver, curves))
+        measured.append(numbers_of(run, splits, solver, {name: curves[name] for name in curves if name != WHOLE}))
     write_numbers(path, {"evaluations": evaluations, "runs": measured})
     figure, axes = panels(1, 1, height=5.6)
     axis, (several, single) = axes[0][0], measured
@@ -160,12 +157,6 @@ def scales(
 
 
 # Measuring and drawing
-
-
-def check(batches: int, batch_size: int, evaluations: int) -> None:
-    check_number("batches", batches, at_least=2, whole=True)
-    check_number("batch_size", batch_size, at_least=1, whole=True)
-    check_number("evaluations", evaluations, at_least=2, whole=True)
 
 
 def open_with_batches(

@@ -1,7 +1,8 @@
 """Figures of the monDEQ paper: accuracy and iterations over training, convergence over the step size alpha.
 
-E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), figures 1, 2, 3, F1 and F2. Each function
-writes its numbers as JSON beside the picture.
+E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020), figures 1, 2, 3, F1 and F2. Functions take
+trained ``runs``, the ``machine`` to solve on, ``folders`` searched first for data, and the ``path`` of the picture,
+beside which they write their numbers as JSON (None writes none).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from equipoise.lab.results.figures import (
     GREEN,
     ORANGE,
     RESIDUAL,
-    check_number,
+    check_counts,
     colors,
     curve,
     describe,
@@ -77,7 +78,6 @@ def accuracy(runs: Sequence[Run], published: Mapping[str, float] | None = None, 
     Args:
         runs: runs trained with ``training.test = "epoch"``.
         published: accuracies printed in the paper, keyed by recipe; drawn dotted.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
     measured = [accuracy_of(run, (published or {}).get(run.facts["recipe"])) for run in runs]
     write_numbers(path, {"runs": measured})
@@ -132,15 +132,12 @@ def iterations(
 
     Args:
         runs: runs trained with ``training.keep_every``; one column each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         direction: solves to draw, "forward" or "backward"; the JSON file contains both.
         samples: number of training samples, evenly spaced.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; allowed: {', '.join(map(repr, DIRECTIONS))}.")
-    check_number("samples", samples, at_least=1, whole=True)
+    check_counts(samples=(samples, 1))
     measured = [iterations_of(run, machine, folders, samples) for run in runs]
     write_numbers(path, {"runs": measured})
     figure, axes = panels(2, len(measured), height=5.6, sharex="col", height_ratios=(3, 2))
@@ -154,7 +151,7 @@ def iterations(
 
 def draw_iterations(steps: Axes, alphas: Axes, epochs: list[dict[str, Any]], direction: str) -> None:
     """Draw one column: numbers of steps above, alphas below."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     at = [record["epoch"] for record in epochs]
     for choice, (name, color, style) in CHOICES.items():
@@ -171,7 +168,7 @@ def draw_iterations(steps: Axes, alphas: Axes, epochs: list[dict[str, Any]], dir
     whole_numbers(steps.yaxis)
     alphas.set_yscale("log", base=2)
     alphas.yaxis.set_minor_locator(NullLocator())
-    alphas.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fraction(value)))
+    alphas.yaxis.set_major_formatter(lambda value, _: fraction(value))
     alphas.set_xlabel("epoch")
 
 
@@ -269,15 +266,12 @@ def convergence(
 
     Args:
         runs: trained runs; one row each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         samples: number of test samples, evenly spaced; their median is drawn.
         halvings: number of times alpha is halved from 1; for forward-backward, until convergence is certain for two.
         relative: relative tolerance; tighter than in training.
         max_steps: maximum number of steps.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
-    check_number("samples", samples, at_least=1, whole=True)
+    check_counts(samples=(samples, 1))
     tolerance = Tolerance(relative=relative, max_steps=max_steps, patience=None)
     measured = [convergence_of(run, machine, folders, samples, halvings, tolerance) for run in runs]
     write_numbers(path, {"tolerance": relative, "max steps": max_steps, "runs": measured})
@@ -372,5 +366,4 @@ def norm(operator: Any, z: Any) -> float:
 
 
 def fraction(alpha: float) -> str:
-    """Return "1/8" for 0.125."""
     return str(Fraction(alpha).limit_denominator(2**20))

@@ -1,8 +1,9 @@
 """Figures of the MOptEq paper: coupling of branches, perturbations and attacks, convergence.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), figures 2 to 4. Each
-function plots what is measured, whether or not it agrees with the paper, and writes its numbers as JSON beside the
-picture.
+figure shows what is measured, whether or not it agrees with the paper. Functions take trained ``runs``, the ``machine``
+to solve on, ``folders`` searched first for data, and the ``path`` of the picture, beside which they write their numbers
+as JSON (None writes none).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from equipoise.lab.results.figures import (
     ORANGE,
     PURPLE,
     CurveStyle,
+    check_counts,
     check_number,
     colors,
     curve_styles,
@@ -78,11 +80,7 @@ PERTURBATIONS = {
 
 
 def coupling(
-    runs: Sequence[Run],
-    machine: Machine,
-    folders: Sequence[Path] = (),
-    samples: int = 100,
-    path: Path | None = None,
+    runs: Sequence[Run], machine: Machine, folders: Sequence[Path] = (), samples: int = 100, path: Path | None = None
 ) -> Figure:
     """Plot average H against average D of each sample, and the similarity of channels of two branches (figure 2).
 
@@ -93,12 +91,9 @@ def coupling(
 
     Args:
         runs: runs of models with several branches, trained on the same data; one column each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         samples: number of random test samples, the same ones for every run; the heat maps show the first.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
-    check_number("samples", samples, at_least=2, whole=True)
+    check_counts(samples=(samples, 2))
     if len({repr(replace(run.recipe.data, validation=0)) for run in runs}) > 1:
         raise ValueError("the runs were trained on different data; this figure compares them on the same samples.")
     measured = [coupling_of(run, machine, folders, samples) for run in runs]
@@ -132,8 +127,7 @@ def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: in
             alike.append(2 * heritage(z) / (branches * channels))  # every edge joins two branches and counts for both
             apart.append(2 * Ring().total_diversity(z) / (branches * channels * (channels - 1)))
             sizes.append(sum(part.square().sum(dim=(1, 2, 3)) for part in z) / (branches * channels))
-            second = carry(z[1], z[0].shape[2:])
-            products.append(torch.bmm(second.flatten(2), z[0].flatten(2).mT).abs())
+            products.append(torch.bmm(carry(z[1], z[0].shape[2:]).flatten(2), z[0].flatten(2).mT).abs())
     scores = torch.cat(products).cpu()
     measured = {
         "average H": torch.cat(alike).cpu(),
@@ -155,8 +149,7 @@ def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: in
 def dominance(scores: Tensor) -> Tensor:
     """Return the mean on the diagonal divided by the mean off it, for each (channels, channels) matrix."""
     diagonal = scores.diagonal(dim1=1, dim2=2)
-    channels = scores.shape[1]
-    rest = (scores.sum(dim=(1, 2)) - diagonal.sum(dim=1)) / (channels * (channels - 1))
+    rest = (scores.sum(dim=(1, 2)) - diagonal.sum(dim=1)) / (scores[0].numel() - len(scores[0]))
     return diagonal.mean(dim=1) / rest
 
 
@@ -175,8 +168,7 @@ def draw_cloud(axis: Axes, run: dict[str, Any]) -> None:
 def draw_map(axis: Axes, rows: list[list[float]]) -> None:
     scores = torch.tensor(rows)
     axis.figure.colorbar(axis.imshow(scores.numpy(), cmap="viridis", vmin=0), ax=axis, shrink=0.85)
-    ratio = dominance(scores[None]).item()
-    axis.set_title(f"one sample: mean on the diagonal / mean off it = {ratio:.3g}", fontsize=11)
+    axis.set_title(f"one sample: mean on / mean off the diagonal = {dominance(scores[None]).item():.3g}", fontsize=11)
     axis.set(xlabel="channel of branch 1", ylabel="channel of branch 2")
     for side in (axis.xaxis, axis.yaxis):
         whole_numbers(side)
@@ -203,16 +195,12 @@ def perturbation(
 
     Args:
         runs: runs of models with one branch; one panel each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         eps: perturbation sizes, in units of g.
         samples: number of random test samples.
         trials: number of trials of each kind of noise; their mean and standard deviation are drawn.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
     check_rising("eps", eps, above=0)
-    check_number("samples", samples, at_least=1, whole=True)
-    check_number("trials", trials, at_least=2, whole=True)
+    check_counts(samples=(samples, 1), trials=(trials, 2))
     measured = [perturbation_of(run, machine, folders, eps, samples, trials) for run in runs]
     write_numbers(path, {"eps": list(eps), "runs": measured})
     figure, axes = panels(1, len(measured), height=5.2, sharey=True)
@@ -297,16 +285,13 @@ def attack(
 
     Args:
         runs: runs of classifiers with branches; one curve each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         iterations: numbers of iterations; 0 means no attack.
         radius: maximum change of a pixel, which is between 0 and 1.
         step_size: step size of an iteration; None for a quarter of the radius.
         samples: number of random test samples.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
     check_rising("iterations", iterations, at_least=0, whole=True)
-    check_number("samples", samples, at_least=1, whole=True)
+    check_counts(samples=(samples, 1))
     check_number("radius", radius, above=0)
     step_size = radius / 4 if step_size is None else step_size
     check_number("step_size", step_size, above=0)
@@ -317,7 +302,7 @@ def attack(
     for run, style in zip(measured, curve_styles(colors(len(measured))), strict=True):
         draw_shares(axis, iterations, run["accuracy"], run["standard error"], wrapped(run["title"]), style)
     in_255ths = f"radius {255 * radius:g}/255, step size {255 * step_size:g}/255"
-    axis.set(xlabel=f"iterations of the attack ($\\ell_\\infty$, {in_255ths})")
+    axis.set_xlabel(f"iterations of the attack ($\\ell_\\infty$, {in_255ths})")
     axis.set_ylabel(f"accuracy on {measured[0]['samples']} test images")
     whole_numbers(axis.xaxis)
     legend_below(axis, columns=1, title="bars: one standard error")
@@ -362,8 +347,6 @@ def augmented(runs: Sequence[Run], folders: Sequence[Path] = (), path: Path | No
     Args:
         runs: finished runs: first one of a MOptEq, then one of the task "augmented-classification" for every gamma, in
             any order.
-        folders: folders searched first for data; its test samples are only counted.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
     coupled, *swept = (augmented_of(run, folders) for run in runs)
     if coupled["gamma"] is not None or not swept or None in [run["gamma"] for run in swept]:
@@ -395,8 +378,7 @@ def augmented_of(run: Run, folders: Sequence[Path]) -> dict[str, Any]:
     accuracy = ((run.result or {}).get("test") or {}).get("accuracy")
     if accuracy is None:
         raise ValueError(f"{run.folder} has no test accuracy; if training is unfinished: equipoise resume {run.folder}")
-    recipe = run.recipe
-    data = data_of(run, recipe, folders)
+    recipe, data = run.recipe, data_of(run, run.recipe, folders)
     return {
         **describe(run),
         "task": recipe.task.name,
@@ -429,15 +411,12 @@ def diversity(
 
     Args:
         runs: one run of a model with branches.
-        machine: device to solve on.
-        folders: folders searched first for data.
         lambdas: numbers, or "1/C" for the inverse of the number of channels.
         samples: number of random test samples; their median and the band of the middle 80% are drawn.
         batch_size: number of samples solved at once.
         evaluations: number of evaluations of T, the first one at z0.
-        path: file of the picture; the numbers are written beside it. None writes none.
     """
-    check_solves(samples, batch_size, evaluations)
+    check_counts(samples=(samples, 1), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
     check_lambdas(lambdas)
     if len(runs) != 1:
         raise ValueError(f"this figure requires one run, got {len(runs)}.")
@@ -494,9 +473,9 @@ def solvers(
 
     Args:
         runs: runs of models with branches; one panel each.
-        machine, folders, samples, batch_size, evaluations, path: see :func:`diversity`.
+        samples, batch_size, evaluations: see :func:`diversity`.
     """
-    check_solves(samples, batch_size, evaluations)
+    check_counts(samples=(samples, 1), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
     measured = []
     for run in runs:
         model, features = open_features(run, machine, folders, samples, batch_size)
@@ -507,7 +486,7 @@ def solvers(
             "plain iteration": (cell, Picard()),
             "proximal gradient (jacobi)": (altered(cell, order="jacobi"), ProximalGradient()),
         }
-        numbers = {
+        of_run = {
             **describe(run),
             "samples": sum(map(len, features)),
             "sizes": [list(size) for size in cell.sizes],
@@ -515,12 +494,12 @@ def solvers(
             "solvers": {name: repr(solver) for name, (_, solver) in methods.items()},
             "curves": {name: residuals(f, features, solver, evaluations) for name, (f, solver) in methods.items()},
         }
-        measured.append(numbers)
+        measured.append(of_run)
     write_numbers(path, {"evaluations": evaluations, "runs": measured})
     figure, axes = panels(1, len(measured), height=5.8, sharey=True)
-    for axis, numbers in zip(axes[0], measured, strict=True):
-        draw_curves(axis, numbers["curves"], curve_styles((BLUE, GREEN, ORANGE, PURPLE)))
-        axis.set_title(wrapped(numbers["title"]), fontsize=11)
+    for axis, of_run in zip(axes[0], measured, strict=True):
+        draw_curves(axis, of_run["curves"], curve_styles((BLUE, GREEN, ORANGE, PURPLE)))
+        axis.set_title(wrapped(of_run["title"]), fontsize=11)
     finish_residuals(axes, LEVELS, "T")
     return figure
 
@@ -623,15 +602,8 @@ def check_rising(name: str, values: Any, **bounds: Any) -> None:
 
 
 def check_lambdas(lambdas: Any) -> None:
-    if not isinstance(lambdas, list | tuple) or not lambdas:
-        raise ValueError(f"lambdas must be a list of numbers or '1/C', got {lambdas!r}.")
+    if not isinstance(lambdas, list | tuple) or not 0 < len(set(map(str, lambdas))) == len(lambdas):
+        raise ValueError(f"lambdas must be a list of distinct numbers or '1/C', got {lambdas!r}.")
     for i, entry in enumerate(lambdas):
         if entry != "1/C":
             check_number(f"lambdas[{i}] (if not '1/C')", entry, at_least=0)
-    if len(set(lambdas)) < len(lambdas):
-        raise ValueError(f"lambdas must all differ, got {lambdas!r}.")
-
-
-def check_solves(samples: Any, batch_size: Any, evaluations: Any) -> None:
-    for name, value, least in (("samples", samples, 1), ("batch_size", batch_size, 1), ("evaluations", evaluations, 2)):
-        check_number(name, value, at_least=least, whole=True)
