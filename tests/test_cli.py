@@ -17,7 +17,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.recipes.recipe import Recipe, kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.reading import kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.schema import Recipe
 from official_files import make_cityscapes, make_imagenette
 
 ROOT = Path(__file__).parent.parent

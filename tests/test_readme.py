@@ -12,7 +12,8 @@ import equipoise as eq
 from equipoise.cli import parser
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.recipes.build import check
-from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec
 from equipoise.lab.results.reproduce import figure_functions, rows
 from equipoise.models.opteq.model import SIZES
 

@@ -6,7 +6,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.data import load
-from equipoise.lab.recipes.recipe import FigureSpec, Recipe, open_recipe
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec, Recipe
 from equipoise.lab.results.figures import levels_reached, reached, trace_residuals
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import open_run

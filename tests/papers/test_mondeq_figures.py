@@ -10,7 +10,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.data import load
-from equipoise.lab.recipes.recipe import FigureSpec, Recipe, Table, open_recipe, recipe_names
+from equipoise.lab.recipes.reading import open_recipe, recipe_names
+from equipoise.lab.recipes.schema import FigureSpec, Recipe, TableSpec
 from equipoise.lab.results.reproduce import rows
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
@@ -90,7 +91,7 @@ def mondeq(kind):
 
 def test_table_1_has_every_recipe_and_what_its_aim_says():
     source = open_recipe("mondeq/table1")
-    table = source.read(Table)
+    table = source.read(TableSpec)
     assert sorted(row.recipe for row in table.rows) == mondeq("phases")
     for row, recipe in rows(source, None, []):
         read = recipe.read(Recipe)
@@ -103,7 +104,7 @@ def test_table_1_has_every_recipe_and_what_its_aim_says():
 
 
 def test_figures_1_and_f1_show_the_numbers_of_table_1():
-    paper = {row.recipe: row.paper for row in open_recipe("mondeq/table1").read(Table).rows}
+    paper = {row.recipe: row.paper for row in open_recipe("mondeq/table1").read(TableSpec).rows}
     drawn = []
     for name in ("mondeq/figure1", "mondeq/figure-f1"):
         spec = open_recipe(name).read(FigureSpec)

@@ -200,7 +200,7 @@ def test_failure_in_half_precision_names_its_rounding():
     f = lambda z, x: -1.5 * z + x
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     tolerance = eq.Tolerance(max_steps=5)
-    with pytest.warns(eq.ConvergenceWarning, match="tolerance is below what the numbers f computes with resolve"):
+    with pytest.warns(eq.ConvergenceWarning, match="tolerance is below the rounding error of the dtype that f computes in"):
         eq.fixed_point(f, torch.zeros_like(x), x, solver=eq.Picard(), tolerance=tolerance)
 
 

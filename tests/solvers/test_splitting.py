@@ -746,7 +746,9 @@ def test_bad_alpha(method, alpha, error):
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize(("memory", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
 def test_bad_memory(method, memory, error):
-    with pytest.raises(error, match=rf"{method.__name__}.memory is {memory!r}; it must be a whole number at least 0"):
+    with pytest.raises(
+        error, match=rf"{method.__name__}.memory is {memory!r}; it must be a whole number of at least 0"
+    ):
         method(memory=memory)
 
 

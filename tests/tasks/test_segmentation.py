@@ -25,7 +25,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.results.segment import in_windows
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.drawing import CAMVID_COLORS, CITYSCAPES_COLORS, class_colors, confusion_figure, in_color, overlay
 from equipoise.tasks.segmentation import Segmentation, class_ious, mean_over_windows, spread_over, window_starts
@@ -802,7 +802,7 @@ def test_only_a_run_of_a_segmentation_task_segments(tmp_path, image, capsys):
     assert main(["train", "core/digits", *words]) == 0
     capsys.readouterr()
     assert main(["segment", str(tmp_path / "runs/core-digits-001"), str(image)]) == 2
-    assert "was trained for the task 'classification'; only a run of the task 'segmentation'" in capsys.readouterr().err
+    assert "requires the task 'segmentation'" in capsys.readouterr().err
 
 
 def test_files_are_written_whole_or_not_at_all(street, image, monkeypatch):

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.options import options, require
+from equipoise.options import options, require, unknown
 from equipoise.problem.layout import inverse
-from equipoise.registry import unknown
 
 
 class ProximalActivation(ABC):

@@ -22,16 +22,16 @@ import torch
 from equipoise import Anderson, Broyden, Equilibrium, Picard, Result
 from equipoise.cli import main
 from equipoise.lab.files import write_json
-from equipoise.lab.format import duration, shown
-from equipoise.lab.recipes.recipe import Recipe, Where, change, open_recipe, parse_override, read, recipe_names
-from equipoise.lab.recipes.toml import toml
+from equipoise.lab.format import duration, format_metric
+from equipoise.lab.recipes.build import load_data
+from equipoise.lab.recipes.reading import Where, change, open_recipe, parse_override, read, recipe_names, to_toml
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results import figures
 from equipoise.lab.results.report import labels, picture, write_report
-from equipoise.lab.results.sweeps import train_recipe
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run, create, open_run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.trainer import load_data
+from equipoise.lab.training.sweeps import train_recipe
 from equipoise.registry import ANYTHING, NOTHING
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
@@ -431,7 +431,7 @@ def test_durations(seconds, text):
     ],
 )
 def test_numbers(name, value, text):
-    assert shown(name, value) == text
+    assert format_metric(name, value) == text
 
 
 EVERY = [name for name in recipe_names() if "phases" in open_recipe(name).tables]
@@ -451,7 +451,7 @@ def test_the_recipe_shown_is_the_recipe(name, changes):
     for text in changes:
         change(source.tables, *parse_override(text), "test", source.where)
     recipe = source.read(Recipe)
-    again = read(Recipe, tomllib.loads(toml(recipe)), (), Where("again"))
+    again = read(Recipe, tomllib.loads(to_toml(recipe)), (), Where("again"))
     assert again == dataclasses.replace(recipe, budget={})
 
 

@@ -19,13 +19,12 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main
+from equipoise.lab.files import DEEPEST, WriteError, misfit, parse, whole, write_text
+from equipoise.lab.results.trained import evaluate_run
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
-from equipoise.lab.files import DEEPEST, WriteError, misfit, parse, whole, write_text
-from equipoise.lab.training.log import Log
-from equipoise.lab.results.trained import evaluate_run
+from equipoise.lab.runs.folder import Log, Run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.runs.folder import Run
 from equipoise.lab.training.trainer import StopRequest, Trainer
 from equipoise.lab.training.trainer import train as train_run
 from lab_helpers import (
@@ -332,8 +331,7 @@ def test_any_entry_of_result_json_may_be_anything(damaged, capsys, count):
 
 @SIZES
 def test_any_entry_of_a_sweep_or_a_table_may_be_anything(damaged, tmp_path, capsys, count, monkeypatch):
-    from equipoise.lab.results import reproduce
-    from equipoise.lab.results import sweeps
+    from equipoise.lab.results import reproduce, sweeps
 
     monkeypatch.setattr(sweeps, "run_to_end", lambda *_, **__: {"steps": 1})
     monkeypatch.setattr(reproduce, "trained_in", lambda *_: damaged)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import equipoise as eq
-from equipoise.lab.recipes.recipe import Jacobian, RecipeError, Training, open_recipe
+from equipoise.lab.recipes.reading import RecipeError, open_recipe
+from equipoise.lab.recipes.schema import Jacobian, Training
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import Machine

@@ -22,8 +22,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.training import trainer as training
-from equipoise.lab.training.evaluate import evaluate
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add, evaluate
 from lab_helpers import (
     EPOCHS,
     PATIENCE,

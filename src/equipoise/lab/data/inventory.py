@@ -15,7 +15,7 @@ from equipoise.lab.data.files.limits import CHUNK, LIMITS
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, Source, how_to_get
 from equipoise.lab.data.get.unpack import md5
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 
 class Listed(NamedTuple):

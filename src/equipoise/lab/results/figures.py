@@ -18,10 +18,9 @@ from equipoise.lab.data.base import Split, spread
 from equipoise.lab.files import write_json
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
-from equipoise.lab.training.statistics import DECADES, DIRECTIONS, PER_DECADE
-from equipoise.lab.training.trainer import data_of
+from equipoise.lab.training.evaluate import DECADES, DIRECTIONS, PER_DECADE, prepared, quiet_failures
 from equipoise.options import require_number
 from equipoise.solution import Statistics
 from equipoise.solvers import Anderson, Broyden, Picard, Progress, Solver

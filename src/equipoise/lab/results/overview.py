@@ -13,10 +13,19 @@ from equipoise.lab.data.get.download import get
 from equipoise.lab.data.get.sources import SOURCES, how_to_get
 from equipoise.lab.format import duration
 from equipoise.lab.recipes.build import build_model
-from equipoise.lab.recipes.recipe import Recipe, RecipeError, Source, kind_of, open_recipe, recipe_names, recipes_folder
+from equipoise.lab.recipes.reading import (
+    KINDS,
+    RecipeError,
+    RecipeFile,
+    kind_of,
+    open_recipe,
+    recipe_names,
+    recipes_folder,
+)
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.training.evaluate import parameter_count
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 # Shapes and numbers of classes of known sets, so that parameters can be counted without loading data.
 KNOWN_FACTS = {
@@ -36,14 +45,13 @@ def recipe_rows() -> list[tuple[str, ...]]:
         source = open_recipe(name)
         kind = kind_of(source)
         read: Any = source.read(kind)
-        label = {"Recipe": "recipe", "Table": "table", "FigureSpec": "figure"}[kind.__name__]
         data = read.data.name if kind is Recipe else "-"
         size = parameters(source, read) if kind is Recipe else "-"
-        rows.append((name, label, read.paper.system, data, size, read.title))
+        rows.append((name, KINDS[kind][0], read.paper.system, data, size, read.title))
     return rows
 
 
-def parameters(source: Source, recipe: Recipe) -> str:
+def parameters(source: RecipeFile, recipe: Recipe) -> str:
     """How many numbers the recipe's model learns, counted without making them."""
     if recipe.data.name not in KNOWN_FACTS:
         return "?"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.recipes.build import MODEL_SECTIONS
-from equipoise.lab.recipes.recipe import RecipeError
+from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine

@@ -19,10 +19,10 @@ import torch
 import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.files import write_text
-from equipoise.lab.format import duration, percent, printable, printable_text, shown
+from equipoise.lab.format import duration, format_metric, percent, printable, printable_text
 from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
-from equipoise.lab.recipes.recipe import Recipe
-from equipoise.lab.recipes.toml import toml
+from equipoise.lab.recipes.reading import to_toml
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Notice, RunSummary, summarize_run
 from equipoise.lab.runs.folder import Run
@@ -163,9 +163,11 @@ def run_part(summary: RunSummary) -> dict[str, Any]:
 def cards(summary: RunSummary) -> Iterator[Card]:
     """Return the headline numbers."""
     for name, value in summary.test_metrics.items():
-        yield Card(f"test {name}", shown(name, value), f"{summary.weights} weights")
+        yield Card(f"test {name}", format_metric(name, value), f"{summary.weights} weights")
     if (best := summary.best) is not None:
-        yield Card(f"validation {best['metric']}", shown(best["metric"], best["value"]), f"best, epoch {best['epoch']}")
+        yield Card(
+            f"validation {best['metric']}", format_metric(best["metric"], best["value"]), f"best, epoch {best['epoch']}"
+        )
     if summary.parameters is not None:
         yield Card("parameters", f"{summary.parameters:,}", summary.recipe.model.name)
     if summary.seconds is not None:
@@ -205,7 +207,7 @@ def sections(summary: RunSummary) -> Iterator[PageSection]:
     if drawn := pictures(task_pictures(summary), label):
         yield PageSection("Test results", pictures=drawn)
     yield PageSection("Reproducibility", commands=list(commands(summary)), table=provenance(summary.facts))
-    yield PageSection("Recipe", "All settings, including defaults.", text=toml(summary.recipe))
+    yield PageSection("Recipe", "All settings, including defaults.", text=to_toml(summary.recipe))
 
 
 def tolerance(recipe: Recipe) -> float | None:
@@ -286,7 +288,7 @@ def results(summaries: list[RunSummary]) -> PageTable:
         heading.remove("status")  # the table is wide enough
     cells: list[tuple[str, ...]] = []
     for rows in groups.values():
-        cells.extend(tuple(shown(name, row.get(name)) for name in heading) for row in rows)
+        cells.extend(tuple(format_metric(name, row.get(name)) for name in heading) for row in rows)
         if len(rows) > 1 and rows[0]["status"] == "finished":
             cells.append(mean_row(heading, rows))
     return PageTable(tuple(heading), cells)
@@ -317,7 +319,7 @@ def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
         if name.startswith(("test ", "best validation ")) and len(values) == len(rows):
             std = statistics.stdev(values)
             spread = percent(std) if "accuracy" in name else f"{std:.2g}"
-            cells[name] = f"{shown(name, statistics.fmean(values))} ± {spread}"
+            cells[name] = f"{format_metric(name, statistics.fmean(values))} ± {spread}"
     return tuple(cells.get(name, "") for name in heading)
 
 

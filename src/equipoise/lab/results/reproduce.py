@@ -15,14 +15,10 @@ from equipoise.lab.data.get.sources import how_to_get
 from equipoise.lab.data.inventory import found as found_in
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
-from equipoise.lab.recipes.recipe import (
-    FigureSpec,
-    Paper,
-    Recipe,
+from equipoise.lab.recipes.reading import (
     RecipeError,
-    Row,
-    Source,
-    Table,
+    RecipeFile,
+    budget_changes,
     change,
     entries,
     kind_of,
@@ -30,9 +26,11 @@ from equipoise.lab.recipes.recipe import (
     parse_override,
     recipes_folder,
 )
-from equipoise.lab.results.sweeps import Stopped, resume_folder, summarize, train_recipe
+from equipoise.lab.recipes.schema import FigureSpec, Paper, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
+from equipoise.lab.training.trainer import Stopped
 from equipoise.registry import (
     ANYTHING,
     NOTHING,
@@ -85,7 +83,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     asked = read_json(folder / "reproduce.json", REQUEST)
     budget, places = asked["budget"], [*folders, *map(Path, asked["data"])]
     source = open_recipe(asked["name"], trust=trust)
-    table: Table = source.read(Table)
+    table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
@@ -109,15 +107,15 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     return folder / "table.md"
 
 
-def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
+def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, RecipeFile]]:
     """Return the rows of a table, each with its checked recipe.
 
     Changes are applied in this order: the recipe's budget, the row's changes, the table's budget, the command line.
     """
-    if kind_of(source) is not Table:
+    if kind_of(source) is not TableSpec:
         verb = "figure" if "figure" in source.tables else "train"
         raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
-    pairs, table = [], source.read(Table)
+    pairs, table = [], source.read(TableSpec)
     for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
         name = str(Path(source.folder) / row.recipe) if beside else row.recipe
@@ -153,7 +151,7 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
     }
 
 
-def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, total: int) -> str:
+def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, total: int) -> str:
     """Return the table as Markdown; ``total`` is the number of its rows, of which ``lines`` are finished."""
 
     def value(number: float | None, spread: float | None) -> str:
@@ -251,7 +249,7 @@ def continue_figure(
 
 def open_figure(
     name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
-) -> tuple[Source, list[str]]:
+) -> tuple[RecipeFile, list[str]]:
     """Return a figure with the changes of its own options applied, and the remaining changes, which are for recipes."""
     source = open_recipe(name, trust=trust)
     if kind_of(source) is not FigureSpec:
@@ -263,7 +261,7 @@ def open_figure(
     return open_recipe(name, budget, own, trust), [text for text in changes if text not in own]
 
 
-def figure_function(source: Source) -> Callable[..., Any]:
+def figure_function(source: RecipeFile) -> Callable[..., Any]:
     """Return the function that draws a figure."""
     try:
         with trusting(source.where.trust):
@@ -274,11 +272,11 @@ def figure_function(source: Source) -> Callable[..., Any]:
         raise source.where.error(("figure",), str(error)) from None
 
 
-def figure_options(source: Source) -> set[str]:
+def figure_options(source: RecipeFile) -> set[str]:
     return parameters(figure_function(source))[0] - set(FIGURE_FACTS)
 
 
-def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> list[Source]:
+def trainings(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[RecipeFile]:
     """Return the checked recipes of a figure, with the figure's changes applied, then those of the command line."""
     recipes = []
     for entry in source.read(FigureSpec).recipes:
@@ -295,11 +293,11 @@ def check_suffix(out: Path | None) -> None:
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
 
 
-def picture_in(folder: Path, source: Source) -> Path:
+def picture_in(folder: Path, source: RecipeFile) -> Path:
     return folder / f"{source.name.replace('/', '-')}.png"
 
 
-def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
+def drawn(source: RecipeFile, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
     """Draw a figure from its runs and save it."""
     if machine.leads:
         spec: FigureSpec = source.read(FigureSpec)
@@ -315,7 +313,7 @@ def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[P
 
 
 def request(
-    name: str, source: Source, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
+    name: str, source: RecipeFile, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
 ) -> dict[str, Any]:
     """Return what was asked for, from which it can be continued in any folder."""
     return {
@@ -326,7 +324,7 @@ def request(
     }
 
 
-def new_request(parent: Path, file: str, asked: dict[str, Any], source: Source, machine: Machine) -> Path:
+def new_request(parent: Path, file: str, asked: dict[str, Any], source: RecipeFile, machine: Machine) -> Path:
     """Make a new folder for a table or figure, and write what was asked for to a file in it."""
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
@@ -335,32 +333,17 @@ def new_request(parent: Path, file: str, asked: dict[str, Any], source: Source, 
     return folder
 
 
-def introduction(title: str, paper: Paper, budget: str | None, recipes: Sequence[Source], source: Source) -> str:
+def introduction(
+    title: str, paper: Paper, budget: str | None, recipes: Sequence[RecipeFile], source: RecipeFile
+) -> str:
     """Return title, aim and note of a table or figure, and what its budget changes."""
     lines = [title, *(f"{name:<18}{text}" for name, text in (("aim", paper.aim), ("note", paper.note)) if text)]
     if budget not in (None, "paper"):
-        lines.append(f"{'budget ' + budget:<18}{shrunk([source, *recipes])}")
+        lines.append(f"{'budget ' + budget:<18}{budget_changes([source, *recipes])}")
     return "\n".join(lines)
 
 
-def shrunk(sources: Sequence[Source]) -> str:
-    """Return the changes made by budgets on one line: ``"data.limit 32; phases.0.epochs 40, 200 -> 1"``."""
-    changes: dict[str, tuple[list[str], list[str]]] = {}
-    for source in sources:
-        for key, values in source.budgeted.items():
-            for seen, value in zip(changes.setdefault(key, ([], [])), map(short, values), strict=True):
-                seen.extend([value] if value not in ("", *seen) else [])
-    changes.pop("title", None)
-    parts = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in changes.items()]
-    return "; ".join(parts) or "changes nothing"
-
-
-def short(value: Any) -> str:
-    """Format a value as on the command line; a section by its name."""
-    return "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
-
-
-def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
+def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None:
     """Raise MissingData, naming every missing data set, before the first of several training runs."""
     missing: dict[str, MissingData] = {}
     for data in (recipe.read(Recipe).data for recipe in recipes):
@@ -377,7 +360,7 @@ def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
 
 
 def trained_in(
-    folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path], again: Sequence[str]
+    folder: Path, place: str, recipe: RecipeFile, machine: Machine, folders: Sequence[Path], again: Sequence[str]
 ) -> Path:
     """Train a recipe in a subfolder, or finish what was begun there; return the folder of the run or sweep.
 

@@ -20,8 +20,7 @@ from equipoise.lab.recipes.build import MODEL_SECTIONS
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.lab.training.statistics import solve_metrics, solve_sums
+from equipoise.lab.training.evaluate import quiet_failures, solve_metrics, solve_sums
 from equipoise.tasks.drawing import class_colors, overlay
 from equipoise.tasks.segmentation import Segmentation
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from equipoise.lab.data import DataSet
 from equipoise.lab.recipes.build import trust_words
-from equipoise.lab.recipes.recipe import Recipe
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar
 from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import Evaluation, evaluate, parameter_count
-from equipoise.lab.training.trainer import data_of
 from equipoise.registry import UntrustedName
 
 

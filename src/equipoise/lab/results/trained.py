@@ -12,13 +12,13 @@ from torch import nn
 
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.recipes.build import USE_SECTIONS, build_task, module_of, require_trust
-from equipoise.lab.recipes.recipe import Named, Recipe, Where, parse_override
+from equipoise.lab.recipes.reading import Where, parse_override
+from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_facts, open_weights
+from equipoise.lab.runs.load import data_facts, data_of, open_weights
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import Evaluation, Setting, evaluate
-from equipoise.lab.training.trainer import data_of
 from equipoise.tasks import Task
 
 

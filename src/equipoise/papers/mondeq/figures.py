@@ -45,11 +45,9 @@ from equipoise.lab.results.figures import (
 )
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import open_checkpoint
+from equipoise.lab.runs.load import data_of, open_checkpoint
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
-from equipoise.lab.training.statistics import DIRECTIONS
-from equipoise.lab.training.trainer import data_of
+from equipoise.lab.training.evaluate import DIRECTIONS, prepared, quiet_failures
 from equipoise.operators import MonotoneProblem
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.solvers import ForwardBackward, PeacemanRachford
