@@ -260,9 +260,9 @@ def says(capsys, folder, text, *runs):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("batches = 1", "batches is 1; it must be a whole number at least 2"),
-        ("batch_size = 0", "batch_size is 0; it must be a whole number at least 1"),
-        ("evaluations = 2.5", "evaluations is 2.5; it must be a whole number at least 2"),
+        ("batches = 1", "batches is 1; it must be a whole number of at least 2"),
+        ("batch_size = 0", "batch_size is 0; it must be a whole number of at least 1"),
+        ("evaluations = 2.5", "evaluations is 2.5; it must be a whole number of at least 2"),
     ],
 )
 def test_wrong_options_are_said(work, tmp_path, capsys, figure, option, said):

@@ -288,7 +288,7 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     ("option", "said"),
     [
         ('direction = "sideways"', "direction is 'sideways'; allowed: 'forward', 'backward'."),
-        ("samples = 0", "samples is 0; it must be a whole number at least 1"),
+        ("samples = 0", "samples is 0; it must be a whole number of at least 1"),
     ],
 )
 def test_wrong_options_are_said(work, tmp_path, capsys, option, said):

@@ -9,7 +9,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from equipoise.lab.files import write_text
 from equipoise.lab.format import duration, format_metric, percent, printable, printable_text
 from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
 from equipoise.lab.recipes.reading import to_toml
-from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Notice, RunSummary, summarize_run
 from equipoise.lab.runs.folder import Run
@@ -37,45 +36,11 @@ FAILURES_SHOWN = 0.01  # share of failed test solves above which the page explai
 
 
 @dataclass(frozen=True)
-class Card:
-    """A headline number."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class PageTable:
     """A table of formatted cells."""
 
     heading: tuple[str, ...]
     rows: list[tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image embedded in the page; sizes are in CSS pixels."""
-
-    title: str
-    alt: str
-    source: str
-    width: int
-    height: int
-    large: bool  # on a row of its own
-    pixels: bool  # should not be scaled much
-
-
-@dataclass(frozen=True)
-class PageSection:
-    """A titled section about one run."""
-
-    title: str
-    words: str = ""
-    pictures: list[Picture] = field(default_factory=list)
-    table: PageTable | None = None
-    commands: list[tuple[str, str]] = field(default_factory=list)  # sentence, command
-    text: str = ""
 
 
 def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] = (), out: Path | None = None) -> Path:
@@ -124,21 +89,18 @@ def page(summaries: list[RunSummary], markdown_name: str) -> str:
     from jinja2 import Environment, StrictUndefined
 
     text = (resources.files("equipoise.lab.results") / "report.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     first, single = summaries[0], len(summaries) == 1
     recipes = dict.fromkeys(summary.facts["recipe"] for summary in summaries)
     logs = {summary.label: summary.records for summary in summaries}
-    return (
-        Environment(autoescape=True, undefined=StrictUndefined)
-        .from_string(text)
-        .render(
-            title=title_of(summaries),
-            subtitle=first.recipe.paper.aim if single else ", ".join(recipes),
-            results=results(summaries),
-            curves=[] if single else pictures(figures.comparison(logs), "all runs"),
-            runs=[run_part(summary) for summary in summaries],
-            version=equipoise.__version__,
-            markdown=markdown_name,
-        )
+    return template.render(
+        title=title_of(summaries),
+        subtitle=first.recipe.paper.aim if single else ", ".join(recipes),
+        results=results(summaries),
+        curves=[] if single else pictures(figures.comparison(logs), "all runs"),
+        runs=[run_part(summary) for summary in summaries],
+        version=equipoise.__version__,
+        markdown=markdown_name,
     )
 
 
@@ -160,25 +122,23 @@ def run_part(summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def cards(summary: RunSummary) -> Iterator[Card]:
-    """Return the headline numbers."""
+def cards(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
+    """Return the headline numbers: name, value and note of each."""
     for name, value in summary.test_metrics.items():
-        yield Card(f"test {name}", format_metric(name, value), f"{summary.weights} weights")
+        yield f"test {name}", format_metric(name, value), f"{summary.weights} weights"
     if (best := summary.best) is not None:
-        yield Card(
-            f"validation {best['metric']}", format_metric(best["metric"], best["value"]), f"best, epoch {best['epoch']}"
-        )
+        name = best["metric"]
+        yield f"validation {name}", format_metric(name, best["value"]), f"best, epoch {best['epoch']}"
     if summary.parameters is not None:
-        yield Card("parameters", f"{summary.parameters:,}", summary.recipe.model.name)
+        yield "parameters", f"{summary.parameters:,}", summary.recipe.model.name
     if summary.seconds is not None:
-        note = f"epochs: {len(summary.epochs)}, steps: {summary.steps:,}"
-        yield Card("training time", duration(summary.seconds), note)
+        yield "training time", duration(summary.seconds), f"epochs: {len(summary.epochs)}, steps: {summary.steps:,}"
     if (solver := summary.test.get("solver", {}).get("forward")) is not None:
         steps = solver["steps"]
-        yield Card("converged", percent(1 - solver["failed"]), f"of {solver['samples']:,} test solves")
-        yield Card("solver steps", f"{steps['median']}", f"median; 90% within {steps['90%']}, maximum {steps['most']}")
+        yield "converged", percent(1 - solver["failed"]), f"of {solver['samples']:,} test solves"
+        yield "solver steps", f"{steps['median']}", f"median; 90% within {steps['90%']}, maximum {steps['most']}"
     if failed := summary.epochs[-1]["failed_steps"] if summary.epochs else 0:
-        yield Card("failed steps", f"{failed:,}", f"of {summary.steps:,} training steps")
+        yield "failed steps", f"{failed:,}", f"of {summary.steps:,} training steps"
 
 
 def failures(summary: RunSummary) -> Iterator[Notice]:
@@ -192,46 +152,42 @@ def failures(summary: RunSummary) -> Iterator[Notice]:
             yield Notice(f"{total} {direction} solves of the test split failed. {reasons}")
 
 
-def sections(summary: RunSummary) -> Iterator[PageSection]:
+def sections(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """Return the sections about a run, leaving out those without contents."""
-    label, evaluation = summary.label, summary.evaluation
+    recipe, label = summary.recipe, summary.label
+    stated = recipe.tolerance if all(phase.tolerance is None for phase in recipe.phases) else None
     if drawn := pictures(figures.training_curves(summary.records), label):
-        yield PageSection("Training", pictures=drawn)
-    if drawn := pictures(figures.solver_curves(summary.records, tolerance(summary.recipe)), label):
-        yield PageSection("Solver during training", pictures=drawn)
-    if evaluation is not None and (drawn := pictures(figures.histograms(evaluation.sums), label)):
-        yield PageSection("Solver on the test split", pictures=drawn + pictures(convergence(summary), label))
+        yield {"title": "Training", "pictures": drawn}
+    if drawn := pictures(figures.solver_curves(summary.records, (stated or {}).get("relative")), label):
+        yield {"title": "Solver during training", "pictures": drawn}
+    if drawn := pictures(solver_pictures(summary), label):
+        yield {"title": "Solver on the test split", "pictures": drawn}
     if table := solver_table(summary):
         words = "Training and validation: last epoch. Residuals are rounded up to a quarter of a decade."
-        yield PageSection("Solver statistics", words, table=table)
+        yield {"title": "Solver statistics", "words": words, "table": table}
     if drawn := pictures(task_pictures(summary), label):
-        yield PageSection("Test results", pictures=drawn)
-    yield PageSection("Reproducibility", commands=list(commands(summary)), table=provenance(summary.facts))
-    yield PageSection("Recipe", "All settings, including defaults.", text=to_toml(summary.recipe))
+        yield {"title": "Test results", "pictures": drawn}
+    yield {"title": "Reproducibility", "commands": commands(summary), "table": provenance(summary.facts)}
+    yield {"title": "Recipe", "words": "All settings, including defaults.", "text": to_toml(recipe)}
 
 
-def tolerance(recipe: Recipe) -> float | None:
-    """Return the relative tolerance if the recipe specifies one for all phases."""
-    stated = recipe.tolerance if all(phase.tolerance is None for phase in recipe.phases) else None
-    return (stated or {}).get("relative")
-
-
-def convergence(summary: RunSummary) -> Iterator[tuple[str, Figure]]:
-    """Plot residuals for several solvers if the model has an Equilibrium."""
-    trained, data = summary.trained, summary.data
-    if trained and data and any(isinstance(layer, Equilibrium) for layer in trained.model.modules()):
-        yield "Convergence by solver", figures.convergence_of([(trained, data.test)])
+def solver_pictures(summary: RunSummary) -> Iterator[tuple[str, Figure]]:
+    """Plot solver statistics of the test split, and convergence if the model has an Equilibrium."""
+    trained, data, evaluation = summary.trained, summary.data, summary.evaluation
+    if trained and data and evaluation:
+        yield from (drawn := list(figures.histograms(evaluation.sums)))
+        if drawn and any(isinstance(layer, Equilibrium) for layer in trained.model.modules()):
+            yield "Convergence by solver", figures.convergence_of([(trained, data.test)])
 
 
 def task_pictures(summary: RunSummary) -> Iterator[tuple[str, Figure]]:
     """Return the task's own figures of the test split."""
     trained, data, evaluation = summary.trained, summary.data, summary.evaluation
-    if trained is None or data is None or evaluation is None:
-        return
-    size = trained.recipe.training.evaluation_batch_size
-    batches = prepared(data.test, trained.task, trained.setting, size)
-    with quiet_failures(), torch.no_grad(), trained.setting.autocast():
-        yield from trained.task.pictures(trained.model, batches, evaluation.sums)
+    if trained and data and evaluation:
+        size = trained.recipe.training.evaluation_batch_size
+        batches = prepared(data.test, trained.task, trained.setting, size)
+        with quiet_failures(), torch.no_grad(), trained.setting.autocast():
+            yield from trained.task.pictures(trained.model, batches, evaluation.sums)
 
 
 def commands(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -253,15 +209,15 @@ def commands(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "To load the model in Python:", f"model = equipoise.load({str(summary.run.folder)!r}{trust})"
 
 
-def pictures(drawn: Iterable[tuple[str, Figure]], label: str) -> list[Picture]:
+def pictures(drawn: Iterable[tuple[str, Figure]], label: str) -> list[dict[str, Any]]:
     return [picture(title, figure, label) for title, figure in drawn]
 
 
-def picture(title: str, figure: Figure, label: str) -> Picture:
-    """Embed a figure as a data URL: as SVG, or as PNG if it contains images."""
+def picture(title: str, figure: Figure, label: str) -> dict[str, Any]:
+    """Embed a figure as a data URL: as SVG, or as PNG if it contains images. Sizes are in CSS pixels."""
     from matplotlib import rc_context
 
-    pixels = any(axis.images for axis in figure.axes)
+    pixels = any(axis.images for axis in figure.axes)  # should not be scaled much
     buffer = io.BytesIO()
     with warnings.catch_warnings(), rc_context({"svg.hashsalt": "equipoise"}):  # equal figures give equal bytes
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
@@ -270,7 +226,8 @@ def picture(title: str, figure: Figure, label: str) -> Picture:
     kind = "image/png" if pixels else "image/svg+xml"
     source = f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
     width, height = (round(96 * inches) for inches in figure.get_size_inches())
-    return Picture(title, f"{title}, {label}", source, width, height, width > 500, pixels)
+    size = {"width": width, "height": height, "large": width > 500, "pixels": pixels}  # a large one has its own row
+    return {"title": title, "alt": f"{title}, {label}", "source": source, **size}
 
 
 # Tables
