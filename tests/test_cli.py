@@ -189,7 +189,7 @@ def test_evaluate_predict_and_list_a_run(run, tmp_path, capsys):
     assert f"class {answer['class']}" in capsys.readouterr().out
 
     assert main(["runs", str(run.parent)]) == 0
-    assert re.search(r"core-digits-001 +core/digits +finished +1/1 +0\.\d{4} +0\.\d{4}", capsys.readouterr().out)
+    assert re.search(r"core-digits-001 +core/digits +finished +1/1 +[\d.]+% +[\d.]+%", capsys.readouterr().out)
     assert main(["resume", str(run)]) == 0  # it is finished: says its result again
     assert "test accuracy" in capsys.readouterr().out
 

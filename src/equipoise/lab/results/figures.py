@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import DECADES, DIRECTIONS, PER_DECADE, prepared, quiet_failures
-from equipoise.options import require_number
+from equipoise.options import Bounds, require_number
 from equipoise.solution import Statistics
 from equipoise.solvers import Anderson, Broyden, Picard, Progress, Solver
 from equipoise.tasks import Sums
@@ -49,11 +49,7 @@ DIVERGED = 1e3  # residuals above it are outside the panel
 
 
 def training_curves(records: Records) -> Titled:
-    """Plot every metric per epoch, then learning rate and gradient norm per training step.
-
-    Args:
-        records: lines of a run's log.
-    """
+    """Plot a run's log: every metric per epoch, then learning rate and gradient norm per training step."""
     epochs, steps = of_kind(records, "epoch"), of_kind(records, "step")
     for name in metric_names(epochs, *SPLITS):
         figure, axis = new_figure("epoch", name)
@@ -76,12 +72,7 @@ def training_curves(records: Records) -> Titled:
 
 
 def solver_curves(records: Records, tolerance: float | None = None) -> Titled:
-    """Plot solver steps, residuals and unconverged samples per training step; nothing if there were no solves.
-
-    Args:
-        records: lines of a run's log.
-        tolerance: relative tolerance, drawn as a line beside the residuals.
-    """
+    """Plot solver steps, residuals (beside a relative tolerance) and unconverged samples per training step."""
     steps = [record for record in of_kind(records, "step") if record["steps"]]
     if not steps:
         return
@@ -109,11 +100,7 @@ def solver_curves(records: Records, tolerance: float | None = None) -> Titled:
 
 
 def comparison(logs: Mapping[str, Records]) -> Titled:
-    """Plot the validation metrics of several runs in one figure per metric.
-
-    Args:
-        logs: lines of each run's log, keyed by the run's name.
-    """
+    """Plot the validation metrics of several runs, given their logs by name, in one figure per metric."""
     epochs = {name: [r for r in of_kind(records, "epoch") if "val" in r] for name, records in logs.items()}
     epochs = {name: records for name, records in epochs.items() if records}
     for metric in metric_names([record for records in epochs.values() for record in records], "val"):
@@ -128,11 +115,7 @@ def comparison(logs: Mapping[str, Records]) -> Titled:
 
 
 def histograms(sums: Sums) -> Titled:
-    """Plot histograms of solver steps and final residuals over a split; nothing if there were no solves.
-
-    Args:
-        sums: sums of an :class:`~equipoise.lab.training.evaluate.Evaluation`.
-    """
+    """Plot histograms of solver steps and final residuals from the sums of an Evaluation, if it has any solves."""
     solved = [direction for direction in DIRECTIONS if sums.get(f"{direction} results", torch.zeros(1)).sum()]
     if not solved:
         return
@@ -226,8 +209,7 @@ def draw_convergence(axis: Axes, trained: Trained, split: Split, tolerance: Tole
 def first_solve(trained: Trained, layers: Sequence[Equilibrium], split: Split) -> tuple[Equilibrium, Any, Any]:
     """Return the first equilibrium that a model solves when its task measures a split, with its inputs and z0.
 
-    The ``solve`` of each layer is replaced meanwhile, since a model may call it instead of the layer, and a task may
-    call the model in any way. Nothing is computed after the first solve.
+    Each layer's ``solve`` is replaced meanwhile, since models call either. Nothing is computed after the first solve.
     """
 
     class Reached(Exception):
@@ -255,27 +237,19 @@ def first_solve(trained: Trained, layers: Sequence[Equilibrium], split: Split) -
 
 @dataclass(frozen=True)
 class ResidualTrace:
-    """Relative residuals of every sample at every check of one solve.
+    """Relative residuals of every sample at every check of one solve."""
 
-    Attributes:
-        evaluations: number of evaluations of f up to each check.
-        residuals: (checks, samples), or (checks, samples, 1 + leaves) if leaves of z were measured; infinite after a
-            sample has diverged.
-        statistics: statistics of the solve.
-    """
-
-    evaluations: list[int]
-    residuals: Tensor
+    evaluations: list[int]  # evaluations of f up to each check
+    residuals: Tensor  # (checks, samples), or (checks, samples, 1 + leaves); infinite after a sample has diverged
     statistics: Statistics
 
     def per_evaluation(self, evaluations: int) -> Tensor:
         """Return the residual after each of the first evaluations of f: that of the most recent check.
 
-        A solver may evaluate f several times between two checks, and stops early once all samples are solved. The
-        first check is at z0.
+        A solver may evaluate f several times between checks, and stops once all samples are solved.
         """
         rows = self.residuals.new_empty(evaluations, *self.residuals.shape[1:])
-        for count, row in zip([1, *self.evaluations[1:]], self.residuals, strict=True):
+        for count, row in zip([1, *self.evaluations[1:]], self.residuals, strict=True):  # the first check is at z0
             rows[count - 1 :] = row
         return rows
 
@@ -283,14 +257,9 @@ class ResidualTrace:
 def trace_residuals(
     layer: Equilibrium, inputs: Any, z0: Any, solver: Solver, tolerance: Tolerance, *, leaves: bool = False
 ) -> ResidualTrace:
-    """Solve an equilibrium and record the residual of every sample at every check.
+    """Solve an equilibrium, by default from its own z0, and record the residual of every sample at every check.
 
-    Args:
-        layer: equilibrium to solve.
-        inputs: its inputs.
-        z0: initial value; None for that of the layer.
-        solver, tolerance: replacements for those of the layer.
-        leaves: whether to measure each leaf of z as well; all samples are then computed to the end.
+    With ``leaves``, the residual of each leaf of z is recorded as well, and all samples are computed to the end.
     """
     evaluations: list[int] = []
     of_leaves: list[Tensor] = []
@@ -340,21 +309,21 @@ def draw_residuals(
     style: CurveStyle,
     band: tuple[Any, Any] | None = None,
     at: Sequence[int] | None = None,
+    counts: Mapping[str, int | None] | None = None,
     **line: Any,
 ) -> None:
-    """Draw a residual curve, and a band around it.
+    """Draw a residual curve.
 
     Args:
-        axis: panel to draw in.
-        label: legend entry.
-        residuals: height of the curve at each point.
-        style: color, line style and marker.
-        band: lower and upper edge of the band.
+        band: lower and upper edge of a band around it.
         at: positions of the points; None for 1, 2, ...
-        line: further options of ``Axes.plot``.
+        counts: evaluations to reach each level, which are added to the label, as is the final residual.
+        line: options of ``Axes.plot``.
     """
     color, dashes, marker = style
     at = range(1, len(residuals) + 1) if at is None else at
+    if counts is not None:
+        label += f": {' / '.join('-' if n is None else str(n) for n in counts.values())}; {residuals[-1]:.2g}"
     if band is not None:
         axis.fill_between(at, *band, color=color, alpha=0.2, linewidth=0)
     line = {"markersize": 5, "markerfacecolor": "white" if dashes == "--" else color, **line}
@@ -362,20 +331,8 @@ def draw_residuals(
     axis.plot(at, residuals, dashes, color=color, marker=marker, markevery=every, label=label, **line)
 
 
-def reached_label(name: str, counts: Mapping[str, int | None], last: float) -> str:
-    """Return a legend entry for :func:`finish_residuals`: evaluations to each level, and the final residual."""
-    return f"{name}: {' / '.join('-' if count is None else str(count) for count in counts.values())}; {last:.2g}"
-
-
 def finish_residuals(axes: Sequence[Sequence[Axes]], levels: Sequence[float], f: str = "f", columns: int = 1) -> None:
-    """Give panels that share their y axis one logarithmic scale, and each a legend below it.
-
-    Args:
-        axes: panels, row by row.
-        levels: residuals whose evaluation counts are in the legend.
-        f: name of the iterated function.
-        columns: number of columns of each legend.
-    """
+    """Give panels, which share their y axis, one logarithmic scale, and each a legend that explains its counts."""
     drawn = [height for row in axes for axis in row for height in heights(axis) if height < DIVERGED]
     log_scale(axes[0][0], "y", drawn)
     axes[0][0].set_ylim(top=min(DIVERGED, 1.5 * max(drawn)))
@@ -548,12 +505,10 @@ def equilibrium_of(trained: Trained, kind: type) -> Any:
     raise ValueError(f"{trained.file}: this figure requires a model with a {kind.__name__}, and this one has none.")
 
 
-def check_number(
-    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, whole: bool = False
-) -> None:
+def check_number(name: str, value: object, **bounds: Unpack[Bounds]) -> None:
     """Raise ValueError unless an option of a figure is a number within bounds."""
     try:
-        require_number(name, value, at_least=at_least, above=above, whole=whole)
+        require_number(name, value, **bounds)
     except TypeError as error:  # the value comes from a file or the command line, which reports a ValueError
         raise ValueError(str(error)) from None
 

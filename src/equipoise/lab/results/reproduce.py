@@ -26,7 +26,7 @@ from equipoise.lab.recipes.reading import (
     parse_override,
     recipes_folder,
 )
-from equipoise.lab.recipes.schema import FigureSpec, Paper, Recipe, Row, TableSpec
+from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
@@ -45,7 +45,12 @@ from equipoise.registry import (
 )
 
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
-REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}  # of request()
+REQUEST = {
+    "name": str,
+    "budget": (str, type(None)),
+    "changes": [str],
+    "data": [str],
+}  # reproduce.json, figure.json
 
 
 @functools.cache
@@ -67,7 +72,7 @@ def reproduce_table(
     """Train every row of a table in a new folder, and return the Markdown file with its results."""
     source = open_recipe(name)
     require_data([recipe for _, recipe in rows(source, budget, changes)], folders)  # all rows are checked first
-    folder = new_request(parent, "reproduce.json", request(name, source, budget, changes, folders), source, machine)
+    folder = new_request("reproduce.json", name, source, budget, changes, folders, parent, machine)
     return continue_table(folder, machine, trust=ANYTHING)
 
 
@@ -75,9 +80,6 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     """Train the unfinished rows of a table, and return the Markdown file with its results.
 
     Args:
-        folder: folder made by :func:`reproduce_table`.
-        machine: device to train on.
-        folders: folders searched first for data.
         trust: modules outside the package that its files may name, and the recipes that reproduce.json names.
     """
     asked = read_json(folder / "reproduce.json", REQUEST)
@@ -87,8 +89,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     lines: list[dict[str, Any]] = []
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
-    if machine.leads:
-        print(introduction(table.title, table.paper, budget, recipes, source), flush=True)
+    introduce(table, budget, recipes, source, machine)
     try:
         for row, recipe in pairs:
             if machine.leads:
@@ -188,14 +189,8 @@ def draw_figure(
     """Draw a figure from given runs, or train its recipes in a new folder first; return the path of the picture.
 
     Args:
-        name: name or file of the figure.
-        budget: budget of the figure or of its recipes.
         changes: changes ``"key=value"`` of the figure's options or of its recipes.
         given: folders of trained runs, one per recipe; empty to train them.
-        parent: folder in which the new folder is made.
-        machine: device to train and measure on.
-        folders: folders searched first for data.
-        out: file of the picture; None for one in the folder.
         trust: modules outside the package that files of the given runs may name.
     """
     source, for_recipes = open_figure(name, budget, changes)
@@ -213,25 +208,18 @@ def draw_figure(
         runs = [open_run(folder, trust) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
     require_data(trainings(source, budget, for_recipes), folders)  # all recipes are checked first
-    folder = new_request(parent, "figure.json", request(name, source, budget, changes, folders), source, machine)
+    folder = new_request("figure.json", name, source, budget, changes, folders, parent, machine)
     return continue_figure(folder, machine, trust=ANYTHING, out=out)
 
 
 def continue_figure(
-    folder: Path,
-    machine: Machine,
-    folders: Sequence[Path] = (),
-    trust: Trust = NOTHING,
-    out: Path | None = None,
+    folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING, out: Path | None = None
 ) -> Path:
     """Finish the training runs of a figure, and draw it.
 
     Args:
-        folder: folder made by :func:`draw_figure`.
-        machine: device to train and measure on.
-        folders: folders searched first for data.
         trust: modules outside the package that its files may name, and the recipes that figure.json names.
-        out: file of the picture; None for one in the folder. It is not read from figure.json, which may come from
+        out: file of the picture; None for one in the folder. It is never read from figure.json, which may come from
             somebody else.
     """
     check_suffix(out)
@@ -239,8 +227,7 @@ def continue_figure(
     places = [*folders, *map(Path, asked["data"])]
     source, for_recipes = open_figure(asked["name"], asked["budget"], asked["changes"], trust)
     recipes, spec = trainings(source, asked["budget"], for_recipes), source.read(FigureSpec)
-    if machine.leads:
-        print(introduction(spec.title, spec.paper, asked["budget"], recipes, source), flush=True)
+    introduce(spec, asked["budget"], recipes, source, machine)
     again = [*trust_words(*recipes), *(["--trust", module_of(spec.figure)] if ":" in spec.figure else [])]
     again += [] if out is None else ["--out", str(out)]
     trained = [trained_in(folder, f"recipe-{i}", recipe, machine, places, again) for i, recipe in enumerate(recipes, 1)]
@@ -312,35 +299,39 @@ def drawn(source: RecipeFile, runs: list[Run], machine: Machine, folders: Sequen
 # Both
 
 
-def request(
-    name: str, source: RecipeFile, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
-) -> dict[str, Any]:
-    """Return what was asked for, from which it can be continued in any folder."""
-    return {
-        "name": str(Path(name).resolve()) if source.folder else name,
-        "budget": budget,
-        "changes": list(changes),
-        "data": [str(path.resolve()) for path in folders],
-    }
-
-
-def new_request(parent: Path, file: str, asked: dict[str, Any], source: RecipeFile, machine: Machine) -> Path:
-    """Make a new folder for a table or figure, and write what was asked for to a file in it."""
+def new_request(
+    file: str,
+    name: str,
+    source: RecipeFile,
+    budget: str | None,
+    changes: Sequence[str],
+    folders: Sequence[Path],
+    parent: Path,
+    machine: Machine,
+) -> Path:
+    """Make a new folder for a table or figure with a file of what was asked for, from which it can be continued."""
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
-        write_json(folder / file, asked)
+        full_name = str(Path(name).resolve()) if source.folder else name
+        data = [str(path.resolve()) for path in folders]
+        write_json(folder / file, {"name": full_name, "budget": budget, "changes": list(changes), "data": data})
     machine.wait()
     return folder
 
 
-def introduction(
-    title: str, paper: Paper, budget: str | None, recipes: Sequence[RecipeFile], source: RecipeFile
-) -> str:
-    """Return title, aim and note of a table or figure, and what its budget changes."""
-    lines = [title, *(f"{name:<18}{text}" for name, text in (("aim", paper.aim), ("note", paper.note)) if text)]
-    if budget not in (None, "paper"):
-        lines.append(f"{'budget ' + budget:<18}{budget_changes([source, *recipes])}")
-    return "\n".join(lines)
+def introduce(
+    spec: TableSpec | FigureSpec,
+    budget: str | None,
+    recipes: Sequence[RecipeFile],
+    source: RecipeFile,
+    machine: Machine,
+) -> None:
+    """Print title, aim and note of a table or figure, and what its budget changes."""
+    if machine.leads:
+        about = {"aim": spec.paper.aim, "note": spec.paper.note}
+        if budget not in (None, "paper"):
+            about[f"budget {budget}"] = budget_changes([source, *recipes])
+        print("\n".join([spec.title, *(f"{name:<18}{text}" for name, text in about.items() if text)]), flush=True)
 
 
 def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None:

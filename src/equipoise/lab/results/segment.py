@@ -50,12 +50,9 @@ def segment_images(
 
     Args:
         run: trained run of a segmentation task.
-        images: image files.
-        machine: device to compute on.
         out: file of the overlay (.png, for a single image) or a folder; None for IMAGE-segmented.png in the current
             folder. The class number of each pixel is written to OUT-classes.png beside it. Existing files are never
             overwritten.
-        weights: "best" or "last".
         window: height and width of the windows in which images are processed; None for those of the run's evaluation,
             or ``WINDOW`` for images above ``LIMITS.whole_image``. Images whose logits exceed ``LIMITS.segmentation``
             are rejected before they are decoded.

@@ -45,8 +45,6 @@ def open_trained(
     """Load a run's model, and its task or another one.
 
     Args:
-        run: trained run.
-        machine: device to place the model on.
         weights: "best" or "last".
         task: name of another task; None for the run's own.
         changes: options of the task as ``"key=value"``.

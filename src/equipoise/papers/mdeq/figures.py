@@ -32,7 +32,6 @@ from equipoise.lab.results.figures import (
     levels_reached,
     panels,
     random_rows,
-    reached_label,
     shades,
     trace_residuals,
     wrapped,
@@ -217,4 +216,4 @@ def draw(
     for (name, numbers), style in zip(curves.items(), styles, strict=True):
         mean, std = (torch.tensor(numbers[key]) for key in ("mean", "std"))
         band = ((mean - std).clamp(min=1e-12), mean + std)  # 0 is not on a logarithmic axis
-        draw_residuals(axis, reached_label(name + suffix, counts[name], mean[-1]), mean.tolist(), style, band)
+        draw_residuals(axis, name + suffix, mean.tolist(), style, band, counts=counts[name])

@@ -41,7 +41,6 @@ from equipoise.lab.results.figures import (
     panels,
     percentages,
     random_rows,
-    reached_label,
     shades,
     tidy,
     trace_residuals,
@@ -583,8 +582,7 @@ def draw_curves(axis: Axes, curves: Mapping[str, Any], styles: Sequence[CurveSty
     """Draw medians with the band of the middle 80% of the samples."""
     for (name, curve), style in zip(curves.items(), styles, strict=True):
         low, median, high = ([max(r, FINEST) for r in curve[key]] for key in ("low", "median", "high"))
-        label = reached_label(name, curve["reached"], curve["median"][-1])
-        draw_residuals(axis, label, median, style, (low, high))
+        draw_residuals(axis, name, median, style, (low, high), counts=curve["reached"])
 
 
 # Checks of options
