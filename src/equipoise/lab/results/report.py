@@ -124,27 +124,28 @@ def run_part(summary: RunSummary) -> dict[str, Any]:
 
 def cards(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
     """Return the headline numbers: name, value and note of each."""
+    result = summary.result
     for name, value in summary.test_metrics.items():
-        yield f"test {name}", format_metric(name, value), f"{summary.weights} weights"
-    if (best := summary.best) is not None:
+        yield f"test {name}", format_metric(name, value), f"{result['weights']} weights"
+    if best := result.get("best"):
         name = best["metric"]
         yield f"validation {name}", format_metric(name, best["value"]), f"best, epoch {best['epoch']}"
-    if summary.parameters is not None:
-        yield "parameters", f"{summary.parameters:,}", summary.recipe.model.name
-    if summary.seconds is not None:
-        yield "training time", duration(summary.seconds), f"epochs: {len(summary.epochs)}, steps: {summary.steps:,}"
-    if (solver := summary.test.get("solver", {}).get("forward")) is not None:
+    if "parameters" in result:
+        yield "parameters", f"{result['parameters']:,}", summary.recipe.model.name
+    if "seconds" in result:
+        yield "training time", duration(result["seconds"]), f"epochs: {len(summary.epochs)}, steps: {result['steps']:,}"
+    if solver := summary.solver.get("forward"):
         steps = solver["steps"]
         yield "converged", percent(1 - solver["failed"]), f"of {solver['samples']:,} test solves"
         yield "solver steps", f"{steps['median']}", f"median; 90% within {steps['90%']}, maximum {steps['most']}"
     if failed := summary.epochs[-1]["failed_steps"] if summary.epochs else 0:
-        yield "failed steps", f"{failed:,}", f"of {summary.steps:,} training steps"
+        yield "failed steps", f"{failed:,}", f"of {result['steps']:,} training steps"
 
 
 def failures(summary: RunSummary) -> Iterator[Notice]:
     """Return notices about failed solves on the test split, with causes and remedies."""
     messages = {result.name: result.message for result in Result}
-    for direction, numbers in summary.test.get("solver", {}).items():
+    for direction, numbers in summary.solver.items():
         if numbers["failed"] > FAILURES_SHOWN:
             counts = {name: count for name, count in numbers["results"].items() if name != "CONVERGED"}
             reasons = " ".join(f"{count:,} {name}: {messages.get(name, '')}" for name, count in counts.items())
@@ -200,7 +201,7 @@ def commands(summary: RunSummary) -> Iterator[tuple[str, str]]:
         f"To train the same model again, save the recipe below as again.toml{beside} and run:",
         ("equipoise train again.toml"),
     )
-    if summary.result is None:
+    if not summary.finished:
         yield "To continue training, with bitwise identical results:", f"equipoise resume {name}"
     if summary.trained is not None:
         yield "To evaluate it again:", f"equipoise evaluate {name}"
@@ -238,10 +239,10 @@ def results(summaries: list[RunSummary]) -> PageTable:
     groups: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         settings = {key: value for key, value in summary.facts["tables"].items() if key not in ("seed", "seeds")}
-        key = json.dumps([summary.facts["recipe"], settings, summary.result is None], sort_keys=True)
+        key = json.dumps([summary.facts["recipe"], settings, summary.finished], sort_keys=True)
         groups.setdefault(key, []).append(result_row(summary))
     heading = list(dict.fromkeys(name for rows in groups.values() for row in rows for name in row))
-    if len(summaries) > 1 and all(summary.result is not None for summary in summaries):
+    if len(summaries) > 1 and all(summary.finished for summary in summaries):
         heading.remove("status")  # the table is wide enough
     cells: list[tuple[str, ...]] = []
     for rows in groups.values():
@@ -253,18 +254,18 @@ def results(summaries: list[RunSummary]) -> PageTable:
 
 def result_row(summary: RunSummary) -> dict[str, Any]:
     """Return a run's numbers, keyed by column heading."""
-    best, solver = summary.best, summary.test.get("solver", {}).get("forward")
+    best, solver = summary.result.get("best"), summary.solver.get("forward")
     return {
         "run": summary.label,
         "recipe": summary.facts["recipe"],
         "seed": summary.recipe.seed,
         "status": summary.status,
-        "parameters": summary.parameters,
+        "parameters": summary.result.get("parameters"),
         **{f"test {name}": value for name, value in summary.test_metrics.items()},
         **({f"best validation {best['metric']}": best["value"]} if best else {}),
         **({"solver steps": solver["steps"]["median"], "converged": 1 - solver["failed"]} if solver else {}),
-        "training steps": summary.steps,
-        "time": summary.seconds,
+        "training steps": summary.result.get("steps"),
+        "time": summary.result.get("seconds"),
     }
 
 
@@ -283,7 +284,7 @@ def mean_row(heading: list[str], rows: list[dict[str, Any]]) -> tuple[str, ...]:
 def solver_table(summary: RunSummary) -> PageTable | None:
     """Return the solver statistics by split and direction; None if there were no solves."""
     last = summary.epochs[-1] if summary.epochs else {}
-    splits = {"training": last.get("train", {}), "validation": last.get("val", {}), "test": summary.test}
+    splits = {"training": last.get("train"), "validation": last.get("val"), "test": summary.result.get("test")}
     heading = ("split", "direction", "solves", "converged", "median steps", "90% within", "maximum", "median residual")
     rows = [
         (
@@ -296,7 +297,7 @@ def solver_table(summary: RunSummary) -> PageTable | None:
             ", ".join(f"{n:,} {name}" for name, n in numbers["results"].items() if name != "CONVERGED") or "none",
         )
         for split, measured in splits.items()
-        for direction, numbers in measured.get("solver", {}).items()
+        for direction, numbers in (measured or {}).get("solver", {}).items()
     ]
     return PageTable((*heading, "maximum residual", "failures"), rows) if rows else None
 

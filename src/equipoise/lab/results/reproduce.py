@@ -45,12 +45,8 @@ from equipoise.registry import (
 )
 
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
-REQUEST = {
-    "name": str,
-    "budget": (str, type(None)),
-    "changes": [str],
-    "data": [str],
-}  # reproduce.json, figure.json
+# The shape of reproduce.json and figure.json.
+REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def segment_images(
         raise RunError(f"the run's inputs have {channels} channels; image files require 1 or 3.")
     names = task.class_names
     for picture, file in zip(pictures, images, strict=True):
-        image, _ = read_image_file(file, channels, check=lambda *size: check_memory(*size, channels, len(names)))
+        image, _ = read_image_file(file, channels, check=partial(check_memory, channels=channels, classes=len(names)))
         windowed, note = in_windows(task, *image.shape[-2:])
         label_map, solver = segment_image(trained, windowed, image)
         with whole(picture) as part, whole(classes_file(picture)) as classes_part:  # both or neither

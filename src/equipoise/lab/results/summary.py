@@ -29,15 +29,16 @@ class Notice:
 
 @dataclass
 class RunSummary:
-    """A run's files and measurements; those that need a checkpoint or data are None where it is missing."""
+    """A run's files and measurements; entries of ``result`` may be missing while the run is not ``finished``."""
 
     run: Run
     label: str
     facts: dict[str, Any]
     recipe: Recipe
     records: list[dict[str, Any]]
-    result: dict[str, Any] | None
     status: str
+    finished: bool
+    result: dict[str, Any]
     trained: Trained | None = None
     data: DataSet | None = None
     evaluation: Evaluation | None = None
@@ -48,54 +49,13 @@ class RunSummary:
         return [record for record in self.records if record["kind"] == "epoch"]
 
     @property
-    def test(self) -> dict[str, Any]:
-        """Metrics on the test split: from the end of training or, if it is unfinished, from the evaluation."""
-        if self.result is not None:
-            return self.result["test"]
-        return self.evaluation.record() if self.evaluation is not None else {}
+    def solver(self) -> dict[str, Any]:
+        """Solver statistics of the test split, keyed by direction."""
+        return self.result.get("test", {}).get("solver", {})
 
     @property
     def test_metrics(self) -> dict[str, float | None]:
-        return {name: value for name, value in self.test.items() if name != "solver"}
-
-    @property
-    def weights(self) -> str:
-        """The weights that the test metrics belong to: "best" or "last"."""
-        if self.result is not None:
-            return self.result["weights"]
-        return self.trained.file.stem if self.trained is not None else ""
-
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """The best validation metric so far, with its epoch."""
-        if self.result is not None or self.trained is None:
-            return (self.result or {}).get("best")
-        metric = self.trained.task.best_metric
-        measured = [
-            {"metric": metric, "value": value, "epoch": record["epoch"]}
-            for record in self.epochs
-            if (value := record.get("val", {}).get(metric)) is not None
-        ]
-        choose = max if self.trained.task.best_is_largest else min
-        return choose(measured, key=lambda entry: entry["value"], default=None)
-
-    @property
-    def parameters(self) -> int | None:
-        if self.result is not None:
-            return self.result["parameters"]
-        return parameter_count(self.trained.model) if self.trained is not None else None
-
-    @property
-    def steps(self) -> int | None:
-        """The number of training steps so far."""
-        return self.records[-1]["step"] if self.records else None
-
-    @property
-    def seconds(self) -> float | None:
-        """The training time so far."""
-        if self.result is not None:
-            return self.result["seconds"]
-        return self.epochs[-1]["seconds"] if self.epochs else None
+        return {name: value for name, value in self.result.get("test", {}).items() if name != "solver"}
 
     @property
     def command_name(self) -> str:
@@ -105,14 +65,22 @@ class RunSummary:
 
 def summarize_run(run: Run, label: str, machine: Machine, folders: Sequence[Path]) -> RunSummary:
     """Read a run and evaluate it on its test split; what is missing gets a notice."""
-    summary = RunSummary(run, label, run.facts, run.recipe, run.records(), run.result, run.status)
-    if summary.result is None:
-        summary.notices.append(unfinished(summary))
-    if not (run.best.exists() or run.last.exists()):
-        return summary
+    result, records = run.result, run.records()
+    finished = result is not None
+    summary = RunSummary(run, label, run.facts, run.recipe, records, run.status, finished, result or {})
+    if run.best.exists() or run.last.exists():
+        measure(summary, machine, folders)
+    if not finished:
+        summary.notices.insert(0, unfinished(summary))
+        summary.result = result_so_far(summary)
+    return summary
+
+
+def measure(summary: RunSummary, machine: Machine, folders: Sequence[Path]) -> None:
+    """Open the model and data of a run, and evaluate its test split."""
     try:
-        trained = summary.trained = open_trained(run, machine)
-        data = summary.data = data_of(run, trained.recipe, folders)
+        trained = summary.trained = open_trained(summary.run, machine)
+        data = summary.data = data_of(summary.run, trained.recipe, folders)
     except UntrustedName:
         raise  # the remedy belongs on the command line, not in the page
     except (ValueError, LookupError, OSError, ImportError) as error:
@@ -121,14 +89,30 @@ def summarize_run(run: Run, label: str, machine: Machine, folders: Sequence[Path
             text = f"The test split could not be evaluated, so its figures are missing: {error} To retry:"
             notice = Notice(text, f"equipoise report {summary.command_name}")
         summary.notices.append(notice)
-        return summary
+        return
     if data.note:
         summary.notices.append(Notice(f"Data set: {data.note}"))
     size, seed = trained.recipe.training.evaluation_batch_size, trained.recipe.seed
-    with progress_bar(f"evaluating {label}", len(data.test)) as bar:
+    with progress_bar(f"evaluating {summary.label}", len(data.test)) as bar:
         arguments = trained.model, trained.task, data.test, trained.setting, machine, size, seed
         summary.evaluation = evaluate(*arguments, each=lambda done: bar.update(done - bar.n))
-    return summary
+
+
+def result_so_far(summary: RunSummary) -> dict[str, Any]:
+    """Return the entries of result.json that are known of an unfinished run."""
+    result: dict[str, Any] = {}
+    if summary.epochs:
+        result |= {"seconds": summary.epochs[-1]["seconds"], "steps": summary.records[-1]["step"]}
+    if summary.evaluation is not None:
+        result["test"] = summary.evaluation.record()
+    if (trained := summary.trained) is not None:
+        result |= {"weights": trained.file.stem, "parameters": parameter_count(trained.model)}
+        metric, choose = trained.task.best_metric, max if trained.task.best_is_largest else min
+        values = [(record.get("val", {}).get(metric), record["epoch"]) for record in summary.epochs]
+        if measured := [(value, epoch) for value, epoch in values if value is not None]:
+            value, epoch = choose(measured, key=lambda entry: entry[0])
+            result["best"] = {"metric": metric, "value": value, "epoch": epoch}
+    return result
 
 
 def unfinished(summary: RunSummary) -> Notice:

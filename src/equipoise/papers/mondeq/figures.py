@@ -307,8 +307,8 @@ def convergence_of(
     trained = open_trained(run, machine)
     split = spread(data_of(run, trained.recipe, folders).test, samples)
     with quiet_failures(), trained.setting.autocast():
+        operator = equilibrium_of(trained, MonotoneProblem).f.operator
         layer, inputs, z0 = first_solve(trained, [equilibrium_of(trained, MonotoneProblem)], split)
-        operator: Any = layer.f.operator
         measured, bound = norm(operator, layer.start(inputs)), operator.lipschitz_bound()
         certain = 2 * operator.m / bound**2
         second = 2 + math.floor(-math.log2(certain))  # the second power of 1/2 below it
