@@ -155,8 +155,6 @@ def convergence(
 
     Args:
         runs: trained runs; one panel each.
-        machine: device to solve on.
-        folders: folders searched first for data.
         samples: number of test samples, evenly spaced.
         relative: relative tolerance; tighter than in training, so that the solvers differ visibly.
         max_steps: maximum number of solver steps.
@@ -209,7 +207,7 @@ def draw_convergence(axis: Axes, trained: Trained, split: Split, tolerance: Tole
 def first_solve(trained: Trained, layers: Sequence[Equilibrium], split: Split) -> tuple[Equilibrium, Any, Any]:
     """Return the first equilibrium that a model solves when its task measures a split, with its inputs and z0.
 
-    Each layer's ``solve`` is replaced meanwhile, since models call either. Nothing is computed after the first solve.
+    Each layer's ``solve``, which models may call directly, is replaced meanwhile; its first call ends the evaluation.
     """
 
     class Reached(Exception):
