@@ -30,12 +30,13 @@ from unittest import mock
 
 import pytest
 import torch
-from equipoise.lab.recipes.recipe import FigureSpec, open_recipe
 
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.recipes.build import check
-from equipoise.lab.results.reproduce import FIGURES, rows
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec
+from equipoise.lab.results.reproduce import figure_functions, rows
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -209,7 +210,7 @@ def test_commands_parse_and_name_recipes_that_can_be_made(line):
     elif asked.command == "reproduce":
         assert rows(open_recipe(asked.recipe), asked.budget, changes)
     elif asked.command == "figure":
-        assert FIGURES[open_recipe(asked.recipe).read(FigureSpec).figure]
+        assert figure_functions()[open_recipe(asked.recipe).read(FigureSpec).figure]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -14,7 +14,7 @@ import equipoise as eq
 from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.recipes.reading import Where
-from equipoise.lab.results.reproduce import FIGURES
+from equipoise.lab.results.reproduce import figure_functions
 from equipoise.models import MODELS, create_model, list_models
 from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS
@@ -62,7 +62,7 @@ def test_a_name_stands_for_what_its_entry_says():
 
 
 @pytest.mark.parametrize(
-    "registry", [MODELS, TASKS, ATTACKS, SOLVERS, GRADIENTS, OPTIMIZERS, SCHEDULES, DATA_SETS, FIGURES]
+    "registry", [MODELS, TASKS, ATTACKS, SOLVERS, GRADIENTS, OPTIMIZERS, SCHEDULES, DATA_SETS, figure_functions()]
 )
 def test_every_entry_of_the_package_exists(registry):
     for name in registry:

@@ -274,13 +274,13 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     bare = tmp_path / "bare"
     shutil.copytree(work / "dense-001", bare, ignore=shutil.ignore_patterns("epoch-*"))
     for name in ("mondeq/figure2", "mondeq/figure-f2"):
-        sentence = "bare has no weights of its epochs: train it with training.keep_every=1."
+        sentence = "bare has no checkpoints of its epochs: train it with training.keep_every=1."
         assert sentence in says(capsys, name, "--run", bare)
     run = open_run(bare)
     log = [{key: value for key, value in record.items() if key != "test"} for record in run.records()]
     run.log.write_text("".join(json.dumps(record) + "\n" for record in log))
     mine = figure_file(tmp_path, 'figure = "mondeq-accuracy"')
-    sentence = 'bare has no test accuracies of its epochs: train it with training.test="epoch".'
+    sentence = 'bare has no test accuracy per epoch: train it with training.test="epoch".'
     assert sentence in says(capsys, mine, "--run", bare)
 
 
@@ -288,7 +288,7 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     ("option", "said"),
     [
         ('direction = "sideways"', "direction is 'sideways'; allowed: 'forward', 'backward'."),
-        ("samples = 0", "samples is 0; at least 1 sample must be solved."),
+        ("samples = 0", "samples is 0; it must be a whole number of at least 1"),
     ],
 )
 def test_wrong_options_are_said(work, tmp_path, capsys, option, said):
@@ -300,4 +300,6 @@ def test_other_models_have_no_structure_to_split(tmp_path, capsys):
     small = ["data.limit=32", "data.validation=16", "model.channels=2", "phases.0.epochs=1", "training.keep_every=1"]
     assert main(["train", "core/digits", *small, "--runs", str(tmp_path), "--threads", "1"]) == 0
     for name in ("mondeq/figure2", "mondeq/figure3"):
-        assert "the model solves no MonotoneProblem" in says(capsys, name, "--run", tmp_path / "core-digits-001")
+        assert "this figure requires a model with a MonotoneProblem" in says(
+            capsys, name, "--run", tmp_path / "core-digits-001"
+        )

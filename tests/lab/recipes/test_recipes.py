@@ -41,7 +41,7 @@ from equipoise.lab.recipes.schema import (
     Training,
 )
 from equipoise.lab.results.overview import KNOWN_FACTS
-from equipoise.lab.results.reproduce import FIGURES, rows, trainings
+from equipoise.lab.results.reproduce import figure_functions, rows, trainings
 from equipoise.lab.runs.folder import create
 
 TITLE = 'title = "A recipe"'
@@ -1117,7 +1117,7 @@ def test_every_recipe_of_the_package_is_right(name):
         for budget in (None, "smoke", "small"):
             assert len(rows(source, budget, [])) == len(read.rows)
     elif kind is FigureSpec:
-        assert callable(FIGURES[read.figure])
+        assert callable(figure_functions()[read.figure])
         for entry in read.recipes:
             recipe, *changes = shlex.split(entry)
             assert recipe in recipe_names()
