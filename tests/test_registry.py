@@ -364,12 +364,12 @@ def test_models_are_created_by_name():
             for name in ("conv-equilibrium", "mondeq", "mdeq", "opteq", "popteq", "mopteq")
             for wrong, words in (
                 ({"classes": 1}, "classes is 1; a classifier needs"),
-                ({"classes": 4.0}, "classes is 4.0; a classifier needs at least 2, a whole number"),
-                ({"shape": (8, 8)}, "shape is (8, 8); it must be that of one image, (channels, height, width)"),
-                ({"shape": (784,)}, "shape is (784,); it must be that of one image"),
+                ({"classes": 4.0}, "classes is 4.0; a classifier needs at least 2 (a whole number"),
+                ({"shape": (8, 8)}, "shape is (8, 8); it must be the shape of one image, (channels, height, width)"),
+                ({"shape": (784,)}, "shape is (784,); it must be the shape of one image"),
                 ({"shape": (1, 8.0, 8)}, "shape is (1, 8.0, 8); it must be"),
                 ({"shape": (0, 8, 8)}, "shape is (0, 8, 8); it must be"),
-                ({"shape": (3, 8, 8), "mean": (0, 0), "std": (1, 1)}, "mean has 2 entries, and images have 3 channels"),
+                ({"shape": (3, 8, 8), "mean": (0, 0), "std": (1, 1)}, "mean has 2 entries; it must have 1, or 3, one for each channel"),
             )
         ),
     ],

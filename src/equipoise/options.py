@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, dataclass_transform
@@ -79,27 +79,6 @@ def require_numbers(where: str, value: Any) -> None:
     listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
     if not listed or not all(isinstance(entry, Real) for entry in value):
         raise TypeError(f"{where} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
-
-
-def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) -> None:
-    """Raise unless this can be what a classifier is told of its images."""
-
-    def counts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(map(counts, shape))):
-        raise ValueError(
-            f"shape is {shape!r}; it must be that of one image, (channels, height, width), such as (3, 32, 32)."
-        )
-    if not counts(classes) or classes < 2:
-        raise ValueError(
-            f"classes is {classes!r}; a classifier needs at least 2, a whole number (does the data set have labels?)."
-        )
-    require_numbers("mean", mean)
-    if len(mean) not in (1, shape[0]):
-        raise ValueError(
-            f"mean has {len(mean)} entries, and images have {shape[0]} channels: one for each, or one for all."
-        )
 
 
 @dataclass_transform(frozen_default=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.fixed_point import watch_solves
-from equipoise.models.parts.temporary import evaluating, exact_gradients
+from equipoise.models.parts.context_managers import evaluating, exact_gradients
 from equipoise.options import options, require
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums

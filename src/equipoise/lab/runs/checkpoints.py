@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
 from equipoise.lab.recipes.recipe import SAVED, RecipeError
 from equipoise.lab.runs.folder import BEST
-from equipoise.models.parts.normalize import Normalize
+from equipoise.models.parts.images import Normalize
 from equipoise.registry import MissingPackage, UnknownName, UntrustedName
 
 FORMAT = 1

@@ -1,7 +1,7 @@
-"""What reads the equilibrium of a multiscale model: a class for the image, one for every pixel, or an image.
+"""Heads of multiscale models: a class for the image, a class for each pixel, or an image.
 
 S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), section 4.2 and the authors' code; the
-image head after the generators of S. Gurumurthy et al., "Joint inference and input optimization in equilibrium
+image head follows the generators of S. Gurumurthy et al., "Joint inference and input optimization in equilibrium
 networks" (2021), appendix C.
 """
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EXPANSION = 4  # of a bottleneck's channels
+EXPANSION = 4  # a bottleneck's outputs / its inner channels
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; their norms learn no scale."""
+    """1x1, 3x3 and 1x1 convolutions whose norms learn no scale, and a shortcut."""
 
     def __init__(self, inputs: int, channels: int):
         super().__init__()
@@ -42,13 +42,13 @@ class Bottleneck(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Every scale widened, merged into the next lower resolution, averaged over the image.
+    """Widens every scale, merges it into the next lower resolution, and averages the last over the image.
 
     Args:
-        channels: of each scale.
-        head_channels: of each scale's bottleneck; four times as many leave it.
-        final_channels: averaged over the image.
-        classes: how many.
+        channels: channels of each scale.
+        head_channels: inner channels of each scale's bottleneck, whose output has four times as many.
+        final_channels: number of channels that are averaged over the image.
+        classes: number of classes.
     """
 
     def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
@@ -72,12 +72,12 @@ class ClassificationHead(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """All scales at the first one's resolution, and two convolutions: logits (batch, classes, height, width).
+    """Two convolutions of all scales at the resolution of the first: logits (batch, classes, height, width).
 
     Args:
-        channels: of each scale.
-        classes: how many.
-        kernel: of the last convolution.
+        channels: channels of each scale.
+        classes: number of classes.
+        kernel: side of the last convolution.
     """
 
     def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
@@ -87,16 +87,16 @@ class SegmentationHead(nn.Module):
         self.classify = nn.Conv2d(width, classes, kernel, padding=kernel // 2)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
-        return self.classify(self.mix(together(z)))
+        return self.classify(self.mix(at_first_resolution(z)))
 
 
 class ImageHead(nn.Module):
-    """All scales at the first one's resolution, made into an image in [-1, 1].
+    """Turns all scales, at the resolution of the first, into an image in [-1, 1].
 
     Args:
-        channels: of each scale.
-        outputs: colours of the image.
-        groups: of GroupNorm; they must divide the sum of the channels and ``width``.
+        channels: channels of each scale.
+        outputs: channels of the image.
+        groups: number of groups of GroupNorm; it must divide the sum of the channels and ``width``.
         width: channels of the last layers.
     """
 
@@ -121,12 +121,11 @@ class ImageHead(nn.Module):
         )
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
-        return torch.tanh(self.layers(together(z)))
+        return torch.tanh(self.layers(at_first_resolution(z)))
 
 
-def together(z: tuple[Tensor, ...]) -> Tensor:
-    """All scales at the size of the first, as channels of one tensor; corners stay corners."""
+def at_first_resolution(z: tuple[Tensor, ...]) -> Tensor:
+    """Return all scales at the resolution of the first as channels of one tensor; corners map to corners."""
     size = z[0].shape[2:]
-    return torch.cat(
-        [z[0], *(F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])], dim=1
-    )
+    resized = (F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])
+    return torch.cat([z[0], *resized], dim=1)

@@ -1,21 +1,23 @@
-"""Whether the T of OptEq and its kin is a contraction: proven, or measured where nothing is.
+"""Whether the T of OptEq, POptEq and MOptEq is a contraction: proven bounds, and measurements where nothing is proven.
 
-M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), section 2.3, where
-every lambda up to about 1/C is said to make it one.
+M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), section 2.3, which
+claims that every lambda up to about 1/C makes it one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from equipoise.models.opteq.branches import Branches
-from equipoise.models.parts.temporary import evaluating
+from equipoise.models.parts.context_managers import evaluating
 from equipoise.stability import spectral_radius
 from equipoise.stability.norms import conv2d_norm_bound
+
+if TYPE_CHECKING:
+    from equipoise.models.opteq.model import BranchModel
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,14 @@ class Contraction:
     """How T converges. A theorem without diversity and perturbation, whose signs change with z.
 
     Attributes:
-        norm: of the largest W_i, from above.
-        factor: norm^2 (1 + lambda (C - 1)): distances shrink by it or more at every step, if the signs stay as they
-            are; in the largest of the branches' 2-norms.
-        proven: whether the factor is a bound of T itself, and below 1. Then every image has one equilibrium, and plain
+        norm: upper bound of the norm of every W_i.
+        factor: norm^2 (1 + lambda (C - 1)), by which every step at least shortens distances, in the largest of the
+            branches' 2-norms, as long as all signs stay the same.
+        proven: whether the factor bounds T itself and is below 1. Then every image has one equilibrium, and plain
             iteration finds it.
-        radius: the largest spectral radius of T' at the equilibria of the images that were given: measured; below 1,
-            plain iteration converges near there, unless T jumps. None if nothing was measured.
-        jumps: whether T jumps where a hard sign changes, which T' does not see.
+        radius: largest spectral radius of T' measured at the equilibria of the given images; below 1, plain iteration
+            converges near them, unless T jumps. None if nothing was measured.
+        jumps: whether T jumps where a hard sign changes, which T' does not show.
     """
 
     norm: float
@@ -41,37 +43,35 @@ class Contraction:
 
     def __str__(self) -> str:
         if self.proven:
-            told = f"T is a contraction: every step leaves at most {self.factor:.3g} of the error"
+            bound = f"T is a contraction: every step leaves at most {self.factor:.3g} of the error"
         elif self.factor < 1:
-            told = (
+            bound = (
                 f"no contraction is proven: with all signs held fixed every step would leave at most {self.factor:.3g} "
                 "of the error, but they move with z"
             )
         else:
-            told = f"no contraction is proven: even with all signs held fixed the bound is {self.factor:.3g}"
+            bound = f"no contraction is proven: even with all signs held fixed the bound is {self.factor:.3g}"
         measured = ""
         if self.radius is not None:
             measured = f"\nspectral radius of T' at the equilibria, measured: {self.radius:.3g}"
             if self.jumps:
                 measured += ", with all signs held fixed: T jumps where one changes, and iteration need not converge"
-        return f"||W|| <= {self.norm:.3g}; {told}{measured}"
+        return f"||W|| <= {self.norm:.3g}; {bound}{measured}"
 
 
-def contraction_of(model: Any, images: Tensor | None = None) -> Contraction:
-    """Bounds in float64, of the convolutions on the grids at hand; the spectral radius at the images' equilibria."""
-    cell: Branches = model.cell
+def contraction_of(model: BranchModel, images: Tensor | None = None) -> Contraction:
+    """Return bounds, computed in float64 on the model's grids, and the spectral radius at the images' equilibria."""
+    cell = model.cell
     ring = cell.ring
     with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
-        norms = [
-            conv2d_norm_bound(W.weight(size).double(), size, iterations=12)  # type: ignore[operator]
+        norm = max(
+            float(conv2d_norm_bound(W.weight(size).double(), size, iterations=12))  # type: ignore[operator]
             for W, size in zip(cell.W, cell.sizes, strict=True)
-        ]
-        norm = float(torch.stack(norms).max())
-        factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
+        )
         radius = None
         if images is not None and len(images):
             inputs = cell.prepare(model.features(images))
-            z = model.equilibrium.solve(*inputs).value
-            radius = float(spectral_radius(cell, z, *inputs).max())
+            radius = float(spectral_radius(cell, model.equilibrium.solve(*inputs).value, *inputs).max())
+    factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
     jumps = cell.perturbed or (ring.diversity > 0 and not ring.smooth)
     return Contraction(norm, factor, ring.diversity == 0 and not jumps and factor < 1, radius, jumps)

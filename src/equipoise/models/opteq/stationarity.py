@@ -1,4 +1,4 @@
-"""Whether equilibria are stationary points of the hidden objective, as proposition 1 says.
+"""Whether equilibria are stationary points of the objective G, as proposition 1 says.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022).
 """
@@ -6,7 +6,7 @@ M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,20 +14,23 @@ from torch import Tensor
 from equipoise.fixed_point import fixed_point
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.ring import Images
-from equipoise.models.parts.temporary import evaluating
+from equipoise.models.parts.context_managers import evaluating
 from equipoise.tolerance import Tolerance
 
-STEPS = 500  # of a solve that is verified
+if TYPE_CHECKING:
+    from equipoise.models.opteq.model import BranchModel
+
+MAX_STEPS = 500
 
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """Proposition 1 at the equilibria of some images; every entry has one number for each.
+    """Proposition 1 at the equilibria of some images; every attribute is a tensor (batch,).
 
     Attributes:
-        residual: ||T(z) - z|| / ||T(z)||, of the solve.
+        residual: ||T(z) - z|| / ||T(z)|| of the solve.
         objective: G.
-        gradient: ||dG/dz|| by the length of one of its two parts, which cancel at a stationary point.
+        gradient: ||dG/dz|| relative to the norm of one of its two parts, which cancel at a stationary point.
     """
 
     residual: Tensor
@@ -45,49 +48,46 @@ class Verification:
         )
 
 
-def verification_of(model: Any, images: Tensor, relative: float | None = None) -> Verification:
-    """Solve to the tolerance and look at the gradient of G; see :func:`gradient_at`."""
+def verification_of(model: BranchModel, images: Tensor, relative: float | None = None) -> Verification:
+    """Solve to the tolerance and measure the gradient of G; see :func:`gradient_at`."""
     layer, cell = model.equilibrium, model.cell
     refuse_perturbed(cell)
     if relative is None:
         relative = 100 * torch.finfo(next(model.parameters()).dtype).eps
+    tolerance = Tolerance(relative=relative, max_steps=MAX_STEPS)
     with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
         inputs = cell.prepare(model.features(images))
-        tolerance = Tolerance(relative=relative, max_steps=STEPS)
         solution = fixed_point(
             cell, cell.start, *inputs, solver=layer.solver, tolerance=tolerance, on_failure=layer.on_failure
         )
-        z: Images = solution.value
-        y = cell.lift(z, *inputs)
-        gradient, part = gradient_at(cell, z, y, *inputs[1:])
-        lengths = [torch.linalg.vector_norm(flat(images), dim=1) for images in (gradient, part)]
-        scale = torch.where(lengths[1] == 0, 1.0, lengths[1])
-        return Verification(solution.stats.residual, cell.objective(y, *inputs), lengths[0] / scale)
+        y = cell.lift(solution.value, *inputs)
+        gradient, part = (
+            torch.linalg.vector_norm(torch.cat([branch.flatten(1) for branch in branches], dim=1), dim=1)
+            for branches in gradient_at(cell, solution.value, y, *inputs[1:])
+        )
+        return Verification(
+            solution.stats.residual, cell.objective(y, *inputs), gradient / torch.where(part == 0, 1.0, part)
+        )
 
 
 def refuse_perturbed(cell: Branches) -> None:
-    """Each branch sees a g of its own then."""
+    """Raise if branches are perturbed: each then sees another g."""
     if cell.perturbed:
         raise ValueError(
-            f"perturb is {cell.perturb!r}: perturbed branches are a stationary point of no one objective. Use "
+            f"perturb is {cell.perturb!r}: perturbed branches are not a stationary point of one objective. Use "
             "perturb='off', or model.eval() if it is 'train'."
         )
 
 
 def gradient_at(cell: Branches, z: Images, y: Images, t: Tensor | None = None) -> tuple[Images, Images]:
-    """dG/dz at W^T y for y = s(W h(z) + x), and its first part.
+    """Return dG/dz at W^T y for y = s(W h(z) + x), and its first part.
 
     With a = W h(z) + x, a - y is a subgradient of f at y = prox_f(a). So the terms of G in y have the derivative
     (a - y) - x + y = W h(z) in y, which is h(z) in W^T y: no inverse is needed, nor a derivative of f where it has
-    none. The coupling is differentiated by autograd, so that h is put to the test.
+    none. The coupling is differentiated by autograd, which tests h.
     """
     lowered = tuple(part.detach().requires_grad_() for part in cell.lower(y))
     with torch.enable_grad():
-        coupling = cell.ring.coupling(lowered, t).sum()
-        pulls = torch.autograd.grad(coupling, lowered)
+        pulls = torch.autograd.grad(cell.ring.coupling(lowered, t).sum(), lowered)
     h = tuple(cell.ring.h(z, t))
     return tuple(a + b for a, b in zip(h, pulls, strict=True)), h
-
-
-def flat(images: Images) -> Tensor:
-    return torch.cat([part.flatten(1) for part in images], dim=1)

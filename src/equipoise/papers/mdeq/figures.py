@@ -40,7 +40,7 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.lab.training.trainer import data_of
-from equipoise.models.mdeq.model import MultiscaleCell
+from equipoise.models.mdeq.cell import MultiscaleCell
 from equipoise.solvers import Broyden, Picard, Progress, Solver
 from equipoise.tolerance import Tolerance, relative_residual, row_distances, row_norms
 

@@ -48,7 +48,7 @@ from equipoise.lab.training.trainer import data_of
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.model import BranchModel
 from equipoise.models.opteq.ring import SIGNS, Images, Ring, carry, heritage
-from equipoise.models.parts.temporary import exact_gradients
+from equipoise.models.parts.context_managers import exact_gradients
 from equipoise.solvers import Anderson, Broyden, Picard, ProximalGradient, Solver
 from equipoise.tasks.robustness import pgd
 from equipoise.tolerance import Tolerance

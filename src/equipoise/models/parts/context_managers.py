@@ -1,10 +1,9 @@
-"""A model in another mode, differentiated by another rule, or without a memory, for a while."""
+"""Context managers that change how a model behaves, and restore it: its mode, its gradients, its running statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,13 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.fixed_point import Equilibrium
 from equipoise.gradients.rules import ImplicitGradient, PhantomGradient
 
-if TYPE_CHECKING:
-    from equipoise.models.opteq.branches import Branches
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while; every part of it then goes back to its own mode."""
+    """Put the model into evaluation mode; afterwards every module returns to the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -29,20 +25,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unperturbed(cell: Branches) -> Iterator[None]:
-    """Branches as they are for a while, whatever perturbs them otherwise."""
-    mode, cell.perturb = cell.perturb, "off"
-    try:
-        yield
-    finally:
-        cell.perturb = mode
+def keeping_statistics(model: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of BatchNorm layers unchanged.
 
-
-@contextmanager
-def forgetful(model: nn.Module) -> Iterator[None]:
-    """What its BatchNorms see for a while leaves no trace in their running statistics.
-
-    They are given copies: to write the old numbers back would spoil a gradient that is still to be taken.
+    The layers get copies of their buffers: writing old values back in place would break a pending backward pass.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
@@ -57,13 +43,13 @@ def forgetful(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exact_gradients(model: nn.Module) -> Iterator[None]:
-    """No equilibrium differentiated by a phantom gradient for a while: by the implicit one instead."""
-    cut = [m for m in model.modules() if isinstance(m, Equilibrium) and isinstance(m.gradient, PhantomGradient)]
-    rules = [layer.gradient for layer in cut]
-    for layer in cut:
+    """Differentiate every equilibrium that has a phantom gradient by the implicit gradient instead."""
+    layers = [m for m in model.modules() if isinstance(m, Equilibrium) and isinstance(m.gradient, PhantomGradient)]
+    rules = [layer.gradient for layer in layers]
+    for layer in layers:
         layer.gradient = ImplicitGradient()
     try:
         yield
     finally:
-        for layer, rule in zip(cut, rules, strict=True):
+        for layer, rule in zip(layers, rules, strict=True):
             layer.gradient = rule
