@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.models.parts.sizes import require_counts
+from equipoise.models.parts.keyword_options import require_counts
 from equipoise.options import options, require
 from equipoise.problem.function import autocast_state
 from equipoise.problem.layout import is_channels_last
@@ -166,7 +166,9 @@ class MultiscaleCell(nn.Module):
     def __init__(self, size: MDEQSize, activation: str = "relu", weight_norm: bool = True):
         super().__init__()
         self.size, self.activation, scales = size, activation, range(size.scales)
+        self.weight_norm = weight_norm
         require(self, "activation", among=ACTIVATIONS)
+        require(self, "weight_norm", among=(True, False))
         self.blocks = nn.ModuleList(
             nn.ModuleList(Block(size, i, activation, weight_norm) for _ in range(size.blocks)) for i in scales
         )

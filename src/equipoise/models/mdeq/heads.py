@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equipoise.models.parts.images import conv_norm_relu
+
 EXPANSION = 4  # a bottleneck's outputs / its inner channels
 
 
@@ -24,12 +26,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs = EXPANSION * channels
         self.inner = nn.Sequential(
-            nn.Conv2d(inputs, channels, 1, bias=False),
-            nn.BatchNorm2d(channels, affine=False),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels, affine=False),
-            nn.ReLU(inplace=True),
+            *conv_norm_relu(inputs, channels, 1, affine=False),
+            *conv_norm_relu(channels, channels, 3, affine=False),
             nn.Conv2d(channels, outputs, 1, bias=False),
             nn.BatchNorm2d(outputs, affine=False),
         )
@@ -55,13 +53,9 @@ class ClassificationHead(nn.Module):
         super().__init__()
         widths = [EXPANSION * h for h in head_channels]
         self.widen = nn.ModuleList(Bottleneck(c, h) for c, h in zip(channels, head_channels, strict=True))
-        self.merge = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-            for a, b in itertools.pairwise(widths)
-        )
-        self.final = nn.Sequential(
-            nn.Conv2d(widths[-1], final_channels, 1), nn.BatchNorm2d(final_channels), nn.ReLU(inplace=True)
-        )
+        pairs = itertools.pairwise(widths)
+        self.merge = nn.ModuleList(conv_norm_relu(a, b, 3, stride=2, bias=True) for a, b in pairs)
+        self.final = conv_norm_relu(widths[-1], final_channels, 1, bias=True)
         self.classify = nn.Linear(final_channels, classes)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
@@ -83,7 +77,7 @@ class SegmentationHead(nn.Module):
     def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
         super().__init__()
         width = sum(channels)
-        self.mix = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.mix = conv_norm_relu(width, width, 1, bias=True)
         self.classify = nn.Conv2d(width, classes, kernel, padding=kernel // 2)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
@@ -107,18 +101,14 @@ class ImageHead(nn.Module):
             raise ValueError(
                 f"groups is {groups}; it must divide the sum of the channels, {total}, and width, {width}."
             )
-        self.layers = nn.Sequential(
+        convs = (
             nn.Conv2d(total, total, 1),
-            nn.GroupNorm(groups, total),
-            nn.ReLU(inplace=True),
             nn.Conv2d(total, width, 3, padding=1),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(inplace=True),
             nn.ConvTranspose2d(width, width, 3, padding=1),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(width, outputs, 3, padding=1),
         )
+        normed = [(conv, nn.GroupNorm(groups, conv.out_channels), nn.ReLU(inplace=True)) for conv in convs]
+        last = nn.ConvTranspose2d(width, outputs, 3, padding=1)
+        self.layers = nn.Sequential(*itertools.chain.from_iterable(normed), last)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
         return torch.tanh(self.layers(at_first_resolution(z)))

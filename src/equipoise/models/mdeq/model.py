@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.models.mdeq.cell import ACTIVATIONS, MDEQSize, MultiscaleCell
+from equipoise.models.mdeq.cell import MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.heads import ClassificationHead, SegmentationHead
-from equipoise.models.parts.images import MEAN, STD, normalize_for, stem
-from equipoise.models.parts.keyword_options import accepts
-from equipoise.models.parts.sizes import numbers_of, sized
+from equipoise.models.parts.images import MEAN, STD, conv_norm_relu, normalize_for, stem
+from equipoise.models.parts.keyword_options import accepts, numbers_of, sized
 from equipoise.solvers import Broyden
 from equipoise.stability import WeightNorm
 from equipoise.tolerance import Tolerance
@@ -83,23 +82,20 @@ class MDEQ(nn.Module):
         **numbers: Any,
     ):
         super().__init__()
-        for name, value, allowed in (
-            ("head", head, HEADS),
-            ("activation", activation, ACTIVATIONS),
-            ("weight_norm", weight_norm, (True, False)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}.")
+        if head not in HEADS:
+            raise ValueError(f"head is {head!r}; allowed: {', '.join(map(repr, HEADS))}.")
         self.segments = head == "segmentation"
         if self.segments:
             if any(numbers.get(name) is not None for name in ("head_channels", "final_channels")):
                 raise ValueError("head_channels and final_channels are those of a classification head: leave them out.")
             numbers |= {"head_channels": (), "final_channels": 0}
         self.normalize = normalize_for(shape, classes, mean, std)
-        self.size = sized(SIZES, size, "MDEQ", **numbers)
+        self.size = sized(SIZES, size, "MDEQ", numbers)
         channels = self.size.channels
         self.stem = stem(shape[0], channels[0], max(2, self.size.downsamplings), self.size.downsamplings)
-        self.inject = injection(self.size)
+        # As in the authors' code, small models of small images have no convolution between stem and equilibrium.
+        small = self.size.downsamplings == 0 and self.size.scales <= 2
+        self.inject = nn.Sequential() if small else conv_norm_relu(channels[0], channels[0], 1)
         cell = MultiscaleCell(self.size, activation, weight_norm)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Broyden(memory=12), tolerance=TOLERANCE)
         if self.segments:
@@ -142,14 +138,6 @@ class MDEQ(nn.Module):
             return logits
         height, width = (-(-n // 2**self.size.downsamplings) for n in images.shape[2:])
         return logits[:, :, :height, :width]
-
-
-def injection(size: MDEQSize) -> nn.Sequential:
-    """Return the 1x1 convolution after the stem; as in the authors' code, small models without downsampling omit it."""
-    if size.downsamplings == 0 and size.scales <= 2:
-        return nn.Sequential()
-    channels = size.channels[0]
-    return nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
 
 
 def initialize(model: nn.Module) -> None:

@@ -15,8 +15,7 @@ by delta_i = epsilon sign(U_i^T y_i), which raises G by epsilon |U_i^T y_i|_1 as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,15 +119,6 @@ class Branches(nn.Module):
                 f"z has the shapes {given}; it must have one tensor for each branch, of the shapes {wanted}: "
                 "model.branches(model.features(images))."
             )
-
-    @contextmanager
-    def unperturbed(self) -> Iterator[None]:
-        """Switch perturbation off."""
-        mode, self.perturb = self.perturb, "off"
-        try:
-            yield
-        finally:
-            self.perturb = mode
 
     def prepare(self, g: Tensor) -> tuple[Any, ...]:
         """Return the inputs of a solve: x and, for a smooth sign, t, computed at W^T s(x) (T(0) in Jacobi order)."""

@@ -25,10 +25,16 @@ from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.contraction import Contraction, contraction_of
 from equipoise.models.opteq.ring import Images, Ring
 from equipoise.models.opteq.stationarity import Verification, refuse_perturbed, verification_of
-from equipoise.models.parts.context_managers import keeping_statistics
+from equipoise.models.parts.context_managers import changed, keeping_statistics
 from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape, stem
-from equipoise.models.parts.keyword_options import accepts, options_of
-from equipoise.models.parts.sizes import numbers_of, require_counts, sized
+from equipoise.models.parts.keyword_options import (
+    accepts,
+    numbers_of,
+    options_of,
+    positional_of,
+    require_counts,
+    sized,
+)
 from equipoise.options import options, require
 from equipoise.problem.scope import Scope
 from equipoise.solvers import Anderson
@@ -78,16 +84,18 @@ SIZES = {  # named after the paper's parameter counts; "reduced" is for two core
     "imagenette-10m": BranchSize(450, **_LARGE_IMAGES),
     "imagenet-13m": BranchSize(475, **_LARGE_IMAGES),
 }
-DEFAULT_SIZE = "single-193k"
 
 
 class BranchModel(nn.Module, ABC):
     """Stem g, branches at equilibrium, head: maps images in [0, 1] to logits.
 
     Args:
-        shape, classes, mean, std, size: see :class:`OptEq`.
+        shape: shape of one image, (channels, height, width).
+        classes: number of classes.
+        mean, std: mean and standard deviation of the images, per channel.
+        size: key of ``SIZES``.
         ring: coupling of the branches.
-        options: fields of :class:`BranchSize` that replace those of the size, and keyword options of
+        options: numbers that replace those of the size, see :class:`BranchSize`, and keyword options of
             :class:`~equipoise.models.opteq.branches.Branches`.
     """
 
@@ -95,16 +103,17 @@ class BranchModel(nn.Module, ABC):
         self,
         shape: tuple[int, int, int],
         classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        size: str,
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
+        size: str = "single-193k",
+        *,
         ring: Ring,
         **options: Any,
     ):
         super().__init__()
         self.normalize = normalize_for(shape, classes, mean, std)
         numbers = {field.name: options.pop(field.name, None) for field in fields(BranchSize)}
-        self.shape, self.size = tuple(shape), sized(SIZES, size, "OptEq", **numbers)
+        self.shape, self.size = tuple(shape), sized(SIZES, size, "OptEq", numbers)
         channels, scales, downsamplings = self.size.channels, self.size.scales, self.size.downsamplings
         height, width = (-(-n // 2**downsamplings) for n in shape[1:])
         if min(height, width) < max(scales):
@@ -194,16 +203,15 @@ class BranchModel(nn.Module, ABC):
         return contraction_of(self, images)
 
 
+IMAGES_AND_SIZE = positional_of(BranchModel)
+
+
 class OptEq(BranchModel):
     """One branch: z = W^T s(W z + U g + b) (eq. 1), the minimum of a convex G (eq. 2).
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
-        size: key of ``SIZES``; a single branch of it is built.
-        channels, kernel, injection_kernel, stem, downsamplings: replacements for numbers of the size, see
-            :class:`BranchSize`.
+        shape, classes, mean, std, size: see :class:`BranchModel`; one branch of the size is built.
+        channels, kernel, injection_kernel, stem, downsamplings: numbers of the size, see :class:`BranchSize`.
         bound, activation: see :class:`~equipoise.models.opteq.branches.Branches`.
 
     Example:
@@ -211,47 +219,30 @@ class OptEq(BranchModel):
         >>> print(model.verify(images))
     """
 
-    @accepts(*numbers_of(BranchSize, without=("scales",)), *options_of(Branches, "bound", "activation"))
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = MEAN,
-        std: Sequence[float] = STD,
-        size: str = DEFAULT_SIZE,
-        **options: Any,
-    ):
-        super().__init__(shape, classes, mean, std, size, Ring(heritage=False), scales=(1,), **options)
+    @accepts(
+        *IMAGES_AND_SIZE, *numbers_of(BranchSize, without=["scales"]), *options_of(Branches, "bound", "activation")
+    )
+    def __init__(self, *images_and_size: Any, **options: Any):
+        super().__init__(*images_and_size, ring=Ring(heritage=False), scales=(1,), **options)
 
 
 class POptEq(BranchModel):
     """Parallel branches, each an independent OptEq (eq. 10), combined after the equilibrium.
 
     Args:
-        shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation: as
-            in :class:`OptEq`.
-        scales: see :class:`BranchSize`.
         fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them and a ReLU.
+        scales: see :class:`BranchSize`. Other options are those of :class:`OptEq`.
 
     Example:
         >>> POptEq(shape=(3, 32, 32), classes=10, fusion="conv")
     """
 
-    @accepts(*numbers_of(BranchSize), *options_of(Branches, "bound", "activation"))
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = MEAN,
-        std: Sequence[float] = STD,
-        size: str = DEFAULT_SIZE,
-        fusion: str = "none",
-        **options: Any,
-    ):
+    @accepts(*IMAGES_AND_SIZE, *numbers_of(BranchSize), *options_of(Branches, "bound", "activation"))
+    def __init__(self, *images_and_size: Any, fusion: str = "none", **options: Any):
         if fusion not in FUSIONS:
             raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
         self.fusion = fusion
-        super().__init__(shape, classes, mean, std, size, Ring(heritage=False), **options)
+        super().__init__(*images_and_size, ring=Ring(heritage=False), **options)
         scales = self.size.scales
         if fusion != "none" and len(set(scales)) > 1:
             raise ValueError(f"fusion is {fusion!r}, and the branches differ in size (scales {scales}): use 'none'.")
@@ -274,33 +265,23 @@ class MOptEq(BranchModel):
     """Branches on a ring, coupled inside the equilibrium by hierarchical heritage and diversity (eq. 5, 6).
 
     Args:
-        shape, classes, mean, std, size, channels, scales, kernel, injection_kernel, stem, downsamplings, bound,
-            activation: as in :class:`POptEq`.
         heritage, diversity, sign, smoothing: see :class:`~equipoise.models.opteq.ring.Ring`.
         order, perturbation, perturb: see :class:`~equipoise.models.opteq.branches.Branches`; the last two belong to the
-            Perturbation Enhanced strategy.
+            Perturbation Enhanced strategy. Other options are those of :class:`POptEq` except for ``fusion``.
 
     Example:
         >>> model = MOptEq(shape=(3, 32, 32), classes=10, size="multi-0.48m", diversity=0.001, perturb="train")
     """
 
     @accepts(
+        *IMAGES_AND_SIZE,
         *numbers_of(BranchSize),
         *options_of(Ring),
         *options_of(Branches, "bound", "activation", "order", "perturbation", "perturb"),
     )
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = MEAN,
-        std: Sequence[float] = STD,
-        size: str = DEFAULT_SIZE,
-        diversity: float = 0.01,
-        **options: Any,
-    ):
+    def __init__(self, *images_and_size: Any, diversity: float = 0.01, **options: Any):
         coupling = {field.name: options.pop(field.name) for field in fields(Ring) if field.name in options}
-        super().__init__(shape, classes, mean, std, size, Ring(diversity=diversity, **coupling), **options)
+        super().__init__(*images_and_size, ring=Ring(diversity=diversity, **coupling), **options)
 
     def classify(self, g: Tensor) -> Tensor:
         """Return the logits for g.
@@ -311,7 +292,7 @@ class MOptEq(BranchModel):
         if not (self.cell.perturb == "train" and self.cell.perturbed and self.norm.training and len(g) > 1):
             return super().classify(g)
         # Neither watched nor hooked: it is not the solve that is trained.
-        with torch.no_grad(), self.cell.unperturbed(), watch_solves(), Scope(len(g)).entered():
+        with torch.no_grad(), changed([(self.cell, "perturb", "off")]), watch_solves(), Scope(len(g)).entered():
             self.read(self.equilibrium.solve(*self.cell.prepare(g)).value)
         with keeping_statistics(self.norm):
             return super().classify(g)

@@ -1,9 +1,10 @@
-"""Context managers that change how a model behaves, and restore it: its mode, its gradients, its running statistics."""
+"""Context managers that change a model and restore it: its mode, its gradient rule, its running statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,43 +14,34 @@ from equipoise.gradients.rules import ImplicitGradient, PhantomGradient
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode; afterwards every module returns to the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def changed(changes: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
+    """Set attributes, given as (object, name, value), and afterwards restore their old values."""
+    changes = list(changes)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
-@contextmanager
-def keeping_statistics(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Put every module into evaluation mode."""
+    return changed((module, "training", False) for module in model.modules())
+
+
+def keeping_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Leave the running statistics of BatchNorm layers unchanged.
 
     The layers get copies of their buffers: writing old values back in place would break a pending backward pass.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
-    for norm, name, buffer in kept:
-        setattr(norm, name, buffer.clone())
-    try:
-        yield
-    finally:
-        for norm, name, buffer in kept:
-            setattr(norm, name, buffer)
+    return changed((norm, name, x.clone()) for norm in norms for name, x in norm.named_buffers(recurse=False))
 
 
-@contextmanager
-def exact_gradients(model: nn.Module) -> Iterator[None]:
-    """Differentiate every equilibrium that has a phantom gradient by the implicit gradient instead."""
+def exact_gradients(model: nn.Module) -> AbstractContextManager[None]:
+    """Give equilibria with a phantom gradient the implicit gradient."""
     layers = [m for m in model.modules() if isinstance(m, Equilibrium) and isinstance(m.gradient, PhantomGradient)]
-    rules = [layer.gradient for layer in layers]
-    for layer in layers:
-        layer.gradient = ImplicitGradient()
-    try:
-        yield
-    finally:
-        for layer, rule in zip(layers, rules, strict=True):
-            layer.gradient = rule
+    return changed((layer, "gradient", ImplicitGradient()) for layer in layers)

@@ -21,17 +21,15 @@ class Normalize(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Sequence[float] = MEAN, std: Sequence[float] = STD):
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         for name, value in (("mean", mean), ("std", std)):
             listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
             if not listed or not all(isinstance(entry, Real) for entry in value):
                 raise TypeError(f"{name} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
         if len(mean) != len(std) or min(std) <= 0:
-            raise ValueError(
-                f"mean is {tuple(mean)} and std is {tuple(std)}; they must have the same length, and every std must be "
-                "above 0."
-            )
+            given = f"mean is {tuple(mean)} and std is {tuple(std)}"
+            raise ValueError(f"{given}; they must have the same length, and every std must be above 0.")
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
@@ -41,22 +39,13 @@ class Normalize(nn.Module):
         if torch.promote_types(x.dtype, self.mean.dtype) != self.mean.dtype:
             raise TypeError(f"images are {x.dtype}, and the model is {self.mean.dtype}: images.to({self.mean.dtype}).")
         if x.dim() != 4 or len(self.mean) not in (1, x.shape[1]):
-            channels = len(self.mean) if len(self.mean) > 1 else "channels"
-            raise ValueError(
-                f"images have shape {tuple(x.shape)}; it must be (batch, {channels}, height, width), even for a single "
-                "image."
-            )
+            wanted = f"(batch, {len(self.mean) if len(self.mean) > 1 else 'channels'}, height, width)"
+            raise ValueError(f"images have shape {tuple(x.shape)}; it must be {wanted}, even for a single image.")
         return (x - self.mean) / self.std
 
 
 def normalize_for(shape: Sequence[int], classes: int, mean: Sequence[float], std: Sequence[float]) -> Normalize:
-    """Check what a classifier is built for and return the layer that normalizes its images.
-
-    Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, for each channel or one for all.
-    """
+    """Check what a classifier is built for and return the layer that normalizes its images."""
     if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)):
         raise ValueError(
             f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
@@ -80,11 +69,18 @@ def require_shape(images: Tensor, shape: tuple[int, ...], reason: str) -> None:
         )
 
 
+def conv_norm_relu(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False, affine: bool = True
+) -> nn.Sequential:
+    """Return a convolution that keeps the size of an image (times 1 / stride), BatchNorm and ReLU."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=bias)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs, affine=affine), nn.ReLU(inplace=True))
+
+
 def stem(inputs: int, channels: int, layers: int, downsamplings: int) -> nn.Sequential:
     """Return 3x3 convolutions with BatchNorm and ReLU, of which the first ``downsamplings`` have stride 2."""
-    parts: list[nn.Module] = []
-    for i in range(layers):
-        stride = 2 if i < downsamplings else 1
-        conv = nn.Conv2d(channels if i else inputs, channels, 3, stride=stride, padding=1, bias=False)
-        parts += [conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-    return nn.Sequential(*parts)
+    blocks = [
+        conv_norm_relu(channels if i else inputs, channels, 3, stride=2 if i < downsamplings else 1)
+        for i in range(layers)
+    ]
+    return nn.Sequential(*(part for block in blocks for part in block))  # flat, as in published checkpoints

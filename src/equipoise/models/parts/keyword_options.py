@@ -1,4 +1,4 @@
-"""Constructors that pass keyword options on to their parts.
+"""Keyword options that a constructor passes on, to a named size or to a part of the model.
 
 An option and its default are written once, where the option is used. The constructor that passes it on lists it in its
 signature, which is what recipes are checked against and what ``help`` shows.
@@ -6,28 +6,25 @@ signature, which is what recipes are checked against and what ``help`` shows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
 from equipoise.options import refuse_unknown
+from equipoise.registry import unknown
 
 Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def options_of(make: Callable[..., Any], *names: str) -> list[Parameter]:
-    """Return these parameters of a callable, or all of them, as keyword-only ones with the same defaults."""
-    parameters = inspect.signature(make).parameters
-    return [parameters[name].replace(kind=Parameter.KEYWORD_ONLY) for name in names or parameters]
+Size = TypeVar("Size")
 
 
 def accepts(*options: Parameter) -> Callable[[Init], Init]:
-    """Declare what a constructor takes through its ``**options``; other names are rejected with the nearest one.
+    """Declare what a constructor takes through ``*args`` and ``**options``; other names are rejected.
 
     Args:
-        options: keyword-only parameters; one that the constructor names itself keeps the constructor's default.
+        options: parameters; one that the constructor names itself keeps the constructor's default.
 
     Example:
         >>> class Model(nn.Module):
@@ -37,17 +34,52 @@ def accepts(*options: Parameter) -> Callable[[Init], Init]:
     """
 
     def decorate(init: Init) -> Init:
-        named = [p for p in inspect.signature(init).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        passed_on = [p for p in options if p.name not in {own.name for own in named}]
-        signature = inspect.Signature([*named, *passed_on])
-        known = list(signature.parameters)[1:]  # without self
+        own = inspect.signature(init).parameters.values()
+        named = {p.name: p for p in own if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+        every = {p.name: p for p in options} | named
+        signature = inspect.Signature(sorted(every.values(), key=lambda p: (p.name != "self", p.kind)))
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            refuse_unknown(type(self).__name__, kwargs, known)
+            refuse_unknown(type(self).__name__, kwargs, list(signature.parameters)[1:])
             init(self, *args, **kwargs)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def positional_of(make: Callable[..., Any]) -> list[Parameter]:
+    """Return the positional parameters of a callable."""
+    return [p for p in inspect.signature(make).parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def options_of(make: Callable[..., Any], *names: str) -> list[Parameter]:
+    """Return these parameters of a callable, or all of them, as keyword-only ones with the same defaults."""
+    parameters = inspect.signature(make).parameters
+    return [parameters[name].replace(kind=Parameter.KEYWORD_ONLY) for name in names or parameters]
+
+
+def numbers_of(size: type, *, without: Collection[str] = ()) -> list[Parameter]:
+    """Return the fields of a size as keyword-only parameters for :func:`sized`, whose default is None."""
+    names = [field.name for field in dataclasses.fields(size) if field.name not in without]
+    return [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names]
+
+
+def sized(sizes: Mapping[str, Size], name: str, model: str, numbers: Mapping[str, Any]) -> Size:
+    """Return the size called ``name`` of a ``model``, with numbers that are not None in place of its own."""
+    if not isinstance(name, str) or name not in sizes:
+        raise ValueError(unknown(f"size of {model}", str(name), sizes))
+    given = {key: value for key, value in numbers.items() if value is not None}
+    return dataclasses.replace(sizes[name], **given)  # type: ignore[type-var]
+
+
+def require_counts(size: object, name: str, *, at_least: int = 1, each: str = "scale") -> None:
+    """Raise unless a field is a list of whole numbers, one for each scale or branch; turn it into a tuple."""
+    value = getattr(size, name)
+    if not (isinstance(value, tuple | list) and all(type(n) is int and n >= at_least for n in value)):
+        raise ValueError(
+            f"{name} is {value!r}; it must be a list of whole numbers of at least {at_least}, one for each {each}."
+        )
+    object.__setattr__(size, name, tuple(value))
