@@ -18,7 +18,7 @@ from equipoise.models.opteq import ring as ring_module
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.model import SIZES
 from equipoise.models.opteq.ring import Ring, carry, heritage
-from equipoise.models.opteq.stationarity import gradient_at
+from equipoise.models.opteq.theorems import gradient_at
 from equipoise.tasks.augmented import AugmentedClassification
 
 # --- the truth: features as (pixels x channels) matrices, operators as dense ones -----------------------------------

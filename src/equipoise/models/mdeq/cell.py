@@ -50,10 +50,9 @@ class MDEQSize:
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("channels", 1), ("head_channels", 1), ("big_kernels", 0)):
-            require_counts(self, name, at_least=least)
-            if not self.channels:
-                raise ValueError("channels is empty; it must have an entry for each scale, and at least one scale.")
+        require_counts(self, "channels", "scale")
+        for name, least in (("head_channels", 1), ("big_kernels", 0)):
+            require_counts(self, name, "scale", at_least=least, optional=True)
             if (given := len(getattr(self, name))) not in (0, self.scales):
                 raise ValueError(f"{name} has {given} entries and channels {self.scales}: give one for each scale.")
         if self.big_kernels and max(self.big_kernels) > 2:
@@ -64,17 +63,14 @@ class MDEQSize:
         require(self, "dropout", at_least=0, below=1)
         require(self, "post_affine", kind=bool)
         for channels in self.channels:
-            for width in (channels, int(self.expansion * channels)):
-                if width < 1 or width % self.groups:
+            inner = int(self.expansion * channels)
+            for groups, width in ((self.groups, channels), (self.groups, inner), (self.last_groups, channels)):
+                if width < 1 or width % groups:
                     raise ValueError(
-                        f"groups is {self.groups}, which does not divide {width} channels (channels {self.channels}, "
-                        f"expansion {self.expansion:g}): choose a divisor of all of them."
+                        f"groups is {self.groups}, but {groups} does not divide {width} channels (channels "
+                        f"{self.channels}, expansion {self.expansion:g}): choose a divisor of all of them whose half, "
+                        "the groups of the last norm of f, divides the channels too."
                     )
-            if channels % self.last_groups:
-                raise ValueError(
-                    f"groups is {self.groups}, half of which, {self.last_groups}, does not divide {channels} channels: "
-                    "the last norm of f has half the groups. Choose an even number."
-                )
 
     @property
     def scales(self) -> int:
@@ -157,10 +153,6 @@ class MultiscaleCell(nn.Module):
         size: numbers that make the cell.
         activation: "relu", or "softplus", which is smoother early in training.
         weight_norm: whether the convolutions of the blocks and the last one have weight normalization.
-
-    Example:
-        >>> f = MultiscaleCell(SIZES["cifar10-small"])
-        >>> z = f(f.start(x), (x,))
     """
 
     def __init__(self, size: MDEQSize, activation: str = "relu", weight_norm: bool = True):
@@ -183,25 +175,19 @@ class MultiscaleCell(nn.Module):
         )
 
     def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        scales = []
-        for i, (y, (first, *others)) in enumerate(zip(z, self.blocks, strict=True)):  # type: ignore[arg-type]
-            y = first(y, x[i] if i < len(x) else None)
-            for block in others:
-                y = block(y)
-            scales.append(y)
-        if len(scales) == 1:
-            return (scales[0],)
-        fused = [self.fused(i, scales) for i in range(len(scales))]
-        return tuple(
-            norm(conv(activate(s, self.activation))) for s, conv, norm in zip(fused, self.post, self.norms, strict=True)
-        )
-
-    def fused(self, i: int, y: list[Tensor]) -> Tensor:
-        """Return the sum of what scale i receives from every scale."""
-        total = torch.zeros(())
-        for j, transition in enumerate(self.fuse[i]):  # type: ignore[arg-type]
-            total = total + transition(y[j]) if j else transition(y[j])
-        return total
+        y = list(z)
+        for i, blocks in enumerate(self.blocks):
+            for k, block in enumerate(blocks):  # type: ignore[arg-type]
+                y[i] = block(y[i], x[i] if k == 0 and i < len(x) else None)
+        if len(y) == 1:
+            return (y[0],)
+        outputs = []
+        for transitions, conv, norm in zip(self.fuse, self.post, self.norms, strict=True):
+            total = transitions[0](y[0])  # type: ignore[index]
+            for j in range(1, len(y)):
+                total = total + transitions[j](y[j])  # type: ignore[index]
+            outputs.append(norm(conv(activate(total, self.activation))))
+        return tuple(outputs)
 
     def start(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return zeros for the inputs ``x``, in their memory format."""

@@ -42,11 +42,7 @@ class Bottleneck(nn.Module):
 class ClassificationHead(nn.Module):
     """Widens every scale, merges it into the next lower resolution, and averages the last over the image.
 
-    Args:
-        channels: channels of each scale.
-        head_channels: inner channels of each scale's bottleneck, whose output has four times as many.
-        final_channels: number of channels that are averaged over the image.
-        classes: number of classes.
+    The channels are those of :class:`~equipoise.models.mdeq.cell.MDEQSize`.
     """
 
     def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
@@ -66,13 +62,7 @@ class ClassificationHead(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Two convolutions of all scales at the resolution of the first: logits (batch, classes, height, width).
-
-    Args:
-        channels: channels of each scale.
-        classes: number of classes.
-        kernel: side of the last convolution.
-    """
+    """Two convolutions of all scales at the resolution of the first: logits (batch, classes, height, width)."""
 
     def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
         super().__init__()

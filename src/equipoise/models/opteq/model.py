@@ -22,19 +22,11 @@ from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.models.opteq.branches import Branches
-from equipoise.models.opteq.contraction import Contraction, contraction_of
 from equipoise.models.opteq.ring import Images, Ring
-from equipoise.models.opteq.stationarity import Verification, refuse_perturbed, verification_of
+from equipoise.models.opteq.theorems import Contraction, Verification, contraction_of, refuse_perturbed, verification_of
 from equipoise.models.parts.context_managers import changed, keeping_statistics
 from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape, stem
-from equipoise.models.parts.keyword_options import (
-    accepts,
-    numbers_of,
-    options_of,
-    positional_of,
-    require_counts,
-    sized,
-)
+from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, positional_of, require_counts, sized
 from equipoise.options import options, require
 from equipoise.problem.scope import Scope
 from equipoise.solvers import Anderson
@@ -64,9 +56,7 @@ class BranchSize:
     downsamplings: int = 0
 
     def __post_init__(self) -> None:
-        require_counts(self, "scales", each="branch")
-        if not self.scales:
-            raise ValueError("scales is empty; it must have an entry for each branch, and at least one branch.")
+        require_counts(self, "scales", "branch")
         require(self, "channels", at_least=1, whole=True)
         require(self, "stem", at_least=1, whole=True)
         require(self, "downsamplings", at_least=0, at_most=self.stem, whole=True)
@@ -183,11 +173,7 @@ class BranchModel(nn.Module, ABC):
         return self.cell.objective(self.cell.lift(z, *inputs), *inputs)
 
     def verify(self, images: Tensor, relative: float | None = None) -> Verification:
-        """Solve for these images and check proposition 1: measure how far the gradient of G is from zero.
-
-        Args:
-            images: batch of images.
-            relative: relative tolerance of the solve; None for a hundred rounding units.
+        """Check proposition 1: solve, by default to 100 rounding units, and measure the gradient of G there.
 
         Example:
             >>> print(model.double().verify(images.double()))
@@ -195,11 +181,7 @@ class BranchModel(nn.Module, ABC):
         return verification_of(self, images, relative)
 
     def certificate(self, images: Tensor | None = None) -> Contraction:
-        """Return what is proven about the convergence of T, and what is measured at the equilibria of the images.
-
-        Example:
-            >>> print(model.certificate(images))
-        """
+        """Return what is proven about the convergence of T, and what is measured at the equilibria of the images."""
         return contraction_of(self, images)
 
 

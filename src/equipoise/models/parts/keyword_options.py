@@ -23,14 +23,7 @@ Size = TypeVar("Size")
 def accepts(*options: Parameter) -> Callable[[Init], Init]:
     """Declare what a constructor takes through ``*args`` and ``**options``; other names are rejected.
 
-    Args:
-        options: parameters; one that the constructor names itself keeps the constructor's default.
-
-    Example:
-        >>> class Model(nn.Module):
-        ...     @accepts(*options_of(Ring))
-        ...     def __init__(self, shape, diversity=0.01, **options):
-        ...         self.ring = Ring(diversity=diversity, **options)
+    A parameter that the constructor names itself keeps the constructor's default.
     """
 
     def decorate(init: Init) -> Init:
@@ -75,10 +68,11 @@ def sized(sizes: Mapping[str, Size], name: str, model: str, numbers: Mapping[str
     return dataclasses.replace(sizes[name], **given)  # type: ignore[type-var]
 
 
-def require_counts(size: object, name: str, *, at_least: int = 1, each: str = "scale") -> None:
-    """Raise unless a field is a list of whole numbers, one for each scale or branch; turn it into a tuple."""
+def require_counts(size: object, name: str, each: str, *, at_least: int = 1, optional: bool = False) -> None:
+    """Raise unless a field is a list of whole numbers, empty only if ``optional``; turn it into a tuple."""
     value = getattr(size, name)
-    if not (isinstance(value, tuple | list) and all(type(n) is int and n >= at_least for n in value)):
+    listed = isinstance(value, tuple | list) and (optional or len(value) > 0)
+    if not listed or not all(type(n) is int and n >= at_least for n in value):
         raise ValueError(
             f"{name} is {value!r}; it must be a list of whole numbers of at least {at_least}, one for each {each}."
         )
