@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def shift(images: Tensor, pixels: int, generator: torch.Generator) -> Tensor:
-    """Move each image by up to ``pixels`` in each direction, filling with zeros: a random crop of the padded image.
-
-    Example:
-        >>> shift(torch.rand(128, 3, 32, 32), 4, torch.Generator().manual_seed(0))
-    """
+    """Move each image by up to ``pixels`` in each direction, filling with zeros: a random crop of the padded image."""
     moves = torch.randint(2 * pixels + 1, (2, len(images), 1), generator=generator) - pixels
     height, width = images.shape[2:]
     return View(torch.arange(height) + moves[0], torch.arange(width) + moves[1]).of_images(images)

@@ -32,13 +32,7 @@ def confusion_matrix(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
 
 
 def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
-    """Draw a confusion matrix; the cells of small ones show numbers.
-
-    Args:
-        confusion: counts; rows are true classes, columns predicted ones.
-        names: names of the classes.
-        percent: whether to show the percentage of the class instead of the count, which may be too long for its cell.
-    """
+    """Draw a confusion matrix, whose rows are true classes; the cells of small ones show counts or percentages."""
     from matplotlib.figure import Figure
 
     size = len(names)
@@ -105,9 +99,6 @@ def overlay(image: Tensor, label_map: Tensor, colors: Tensor, opacity: float = 0
         label_map: class numbers, (height, width); other numbers are shown black.
         colors: colours of the classes, see :func:`class_colors`.
         opacity: opacity of the label map.
-
-    Example:
-        >>> overlay(torch.rand(3, 180, 240), torch.zeros(180, 240, dtype=torch.int64), class_colors(("sky", "road")))
     """
     return (1 - opacity) * in_three_colors(image) + opacity * in_color(label_map, colors)
 

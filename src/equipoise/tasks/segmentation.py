@@ -296,13 +296,9 @@ def class_ious(confusion: Tensor) -> Tensor:
 def mean_over_windows(
     logits: Callable[[Tensor], Tensor], images: Tensor, window: Sequence[int], classes: int
 ) -> Tensor:
-    """Return logits of whole images: at each pixel, the mean over the windows that contain it.
+    """Return logits of whole images: at each pixel, the mean over the windows (height, width) that contain it.
 
-    Args:
-        logits: function from a part of the images to its logits, of the same size.
-        images: (batch, channels, height, width).
-        window: height and width; windows are evenly spaced and overlap by at least a third.
-        classes: number of classes.
+    ``logits`` maps a part of the images to its logits. Windows are evenly spaced and overlap by at least a third.
     """
     size = images.shape[-2:]
     height, width = (min(side, length) for side, length in zip(window, size, strict=True))

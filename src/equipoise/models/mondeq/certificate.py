@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equipoise.operators import MonotoneConv2d, MonotoneLinear
 from equipoise.operators.base import MonotoneOperator, is_leaf, tree
@@ -88,10 +89,8 @@ class Certificate:
     def radii(self, logits: Tensor, defects: Tensor) -> Tensor:
         """Return how far each image can be changed while its largest logit stays the largest; 0 if nothing is proven.
 
-        Args:
-            logits: (batch, classes), float64.
-            defects: (batch,), distance of the image's bias from the bias whose exact equilibrium gives the logits. It
-                moves the difference of two logits by at most its reading times the defect over m.
+        ``defects``, (batch,), are the distances of the images' biases from those whose exact equilibria give the
+        logits. They move the difference of two logits by at most its reading times the defect over m.
         """
         margins, readings = self.margins.to(logits.device), self.readings.to(logits.device)
         top, winner = logits.max(1)
@@ -119,12 +118,7 @@ class Certificate:
 
 
 def certify(model: MonDEQ, alpha: float | None = None) -> Certificate:
-    """Return the certificate of a monDEQ, computed in float64.
-
-    Args:
-        model: monDEQ on any device, of any dtype.
-        alpha: step size of the solver; None for its own.
-    """
+    """Return the certificate of a model on any device and of any dtype, computed in float64."""
     bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
     if bad:
         raise ValueError(f"nothing can be certified: {', '.join(bad)} of the model is NaN or infinite.")
@@ -229,19 +223,16 @@ def readings(model: MonDEQ) -> tuple[Tensor, Tensor]:
         zeros = [like.new_zeros(len(like), *size, requires_grad=True) for size in tree(shape)]
         z = zeros[0] if is_leaf(shape) else tuple(zeros)
         read = torch.autograd.grad(model.features(z), zeros, like, materialize_grads=True)
-        read = [cleared(part, size) for part, size in zip(read, model.operator.inner, strict=True)]
+        read = [without_border(part, size) for part, size in zip(read, model.operator.inner, strict=True)]
         biases = [part for _, part in leaves(model.bias(model.normalize(image)), "bias")]
         (written,) = torch.autograd.grad(biases, image, read[: len(biases)])
     return torch.cat([part.flatten(1) for part in read], dim=1), written.flatten(1)
 
 
-def cleared(part: Tensor, size: tuple[int, int] | None) -> Tensor:
-    """Return a copy whose border, all that lies outside ``size``, is zero."""
-    if size is None:
-        return part
-    inside = torch.zeros_like(part)
-    inside[..., : size[0], : size[1]] = part[..., : size[0], : size[1]]
-    return inside
+def without_border(part: Tensor, size: tuple[int, int] | None) -> Tensor:
+    """Return images with zeros on their border, all that lies outside ``size``."""
+    height, width = size or part.shape[-2:]
+    return F.pad(part[..., :height, :width], (0, part.shape[-1] - width, 0, part.shape[-2] - height))
 
 
 def distances(rows: Tensor) -> Tensor:
@@ -251,18 +242,11 @@ def distances(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Predictions for a batch of images, and how far each image can be changed without changing its prediction.
+    """Predictions for a batch of images, with radii within which every image gets the same class."""
 
-    Attributes:
-        logits: (batch, classes), float64.
-        classes: (batch,), predicted classes.
-        radii: (batch,), certified radii in the 2-norm: every image closer than this gets the same class; 0 if nothing
-            is proven.
-    """
-
-    logits: Tensor
-    classes: Tensor
-    radii: Tensor
+    logits: Tensor  # (batch, classes), float64
+    classes: Tensor  # (batch,)
+    radii: Tensor  # (batch,), in the 2-norm; 0 where nothing is proven
 
 
 class Certifier:
