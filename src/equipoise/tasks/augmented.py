@@ -21,7 +21,7 @@ from equipoise.tasks.classification import LabelTask, unwrapped
 class AugmentedClassification(LabelTask):
     """Cross entropy - gamma sum_i (H(z_i, z_i+1) - lambda D(z_i, z_i+1)), per sample; for models with branches.
 
-    The paper prints + gamma, with which minimizing the loss would make neighbours dissimilar.
+    The paper prints + gamma, with which minimising the loss would make neighbours dissimilar.
 
     Args:
         class_names, shift, flip, label_smoothing, top: see :class:`~equipoise.tasks.classification.LabelTask`.

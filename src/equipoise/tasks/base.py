@@ -39,7 +39,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        """Return the loss to minimize, a mean over the samples, and sums for the metrics of the training data."""
+        """Return the loss to minimise, a mean over the samples, and sums for the metrics of the training data."""
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Sums:

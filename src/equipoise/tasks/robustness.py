@@ -70,7 +70,7 @@ class Budget:
 
 
 def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
-    """Attack a batch: return images in [0, 1] near the given ones that maximize the loss, by projected gradient ascent.
+    """Attack a batch: return images in [0, 1] near the given ones that maximise the loss, by projected gradient ascent.
 
     Args:
         model: function from images in [0, 1] to logits; its parameters get no gradient. A module is attacked in

@@ -88,7 +88,7 @@ class MDEQSize:
 
 
 class Block(nn.Module):
-    """The residual block of one scale: widen, narrow, add the input, normalize."""
+    """The residual block of one scale: widen, narrow, add the input, normalise."""
 
     def __init__(self, size: MDEQSize, scale: int, activation: str, weight_norm: bool):
         super().__init__()
@@ -146,13 +146,13 @@ class MultiscaleCell(nn.Module):
     """f(z, x): residual blocks on every scale, fusion of all scales with all, a 1x1 convolution and a norm.
 
     z is a tuple of tensors (batch, channels_i, height / 2^i, width / 2^i); x is a tuple of inputs to the first scales,
-    in MDEQ to the first one only. The output is group-normalized, so that iterates stay bounded. With a single scale, f
+    in MDEQ to the first one only. The output is group-normalised, so that iterates stay bounded. With a single scale, f
     is the blocks alone.
 
     Args:
         size: numbers that make the cell.
         activation: "relu", or "softplus", which is smoother early in training.
-        weight_norm: whether the convolutions of the blocks and the last one have weight normalization.
+        weight_norm: whether the convolutions of the blocks and the last one have weight normalisation.
     """
 
     def __init__(self, size: MDEQSize, activation: str = "relu", weight_norm: bool = True):

@@ -23,7 +23,7 @@ from equipoise.tolerance import Tolerance
 
 HEADS = ("classification", "segmentation")
 TOLERANCE = Tolerance(relative=1e-3, max_steps=18)
-INITIAL_STD = 0.01  # of convolutions without weight normalization
+INITIAL_STD = 0.01  # of convolutions without weight normalisation
 SEGMENTATION_MOMENTUM = 0.01  # of BatchNorm: large images come in small batches
 
 _FOUR, _WIDE, _WIDEST = (32, 64, 128, 256), (80, 160, 320, 640), (88, 176, 352, 704)
@@ -112,10 +112,10 @@ class MDEQ(nn.Module):
                     "head='segmentation'."
                 )
             self.head = ClassificationHead(channels, self.size.head_channels, self.size.final_channels, classes)
-        initialize(self)
+        initialise(self)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the input of the first scale, of images that are normalized and, for segmentation, padded to fit."""
+        """Return the input of the first scale, of images that are normalised and, for segmentation, padded to fit."""
         x = self.normalize(images)
         height, width = (-n % self.size.divisor for n in images.shape[2:])
         if height or width:
@@ -140,8 +140,8 @@ class MDEQ(nn.Module):
         return logits[:, :, :height, :width]
 
 
-def initialize(model: nn.Module) -> None:
-    """Draw convolutions from N(0, 0.01^2), except those with weight normalization, which keep torch's initialization.
+def initialise(model: nn.Module) -> None:
+    """Draw convolutions from N(0, 0.01^2), except those with weight normalisation, which keep torch's initialisation.
 
     So it is in effect in the authors' code, whose loop writes only the derived weight, which the next forward pass
     replaces.

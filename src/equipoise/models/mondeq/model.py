@@ -1,4 +1,4 @@
-"""monDEQ: classifiers whose equilibrium exists, is unique and can be found, whatever the values of the weights.
+"""monDEQ: classifiers whose equilibrium exists, is unique and is reached by the solver, whatever the weights.
 
 E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes of table E1, whose 84,460 parameters on
 MNIST are those of 56 channels, not 54.
@@ -89,7 +89,7 @@ class MonDEQ(nn.Module):
         return self.layer.f.operator  # type: ignore[attr-defined]
 
     def bias(self, x: Tensor) -> Any:
-        """Return U x + b of normalized images, on the grid of z."""
+        """Return U x + b of normalised images, on the grid of z."""
         require_shape(x, self.shape, "the grid of its equilibrium is fixed")
         if self.kind == "dense":
             return self.inject(x.flatten(1))

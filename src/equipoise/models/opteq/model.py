@@ -151,7 +151,7 @@ class BranchModel(nn.Module, ABC):
             return self.equilibrium(*self.cell.prepare(g))
 
     def read(self, z: Images) -> Tensor:
-        """Return the logits for z: a linear map of the branches' averages over the image, normalized."""
+        """Return the logits for z: a linear map of the branches' averages over the image, normalised."""
         averages = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
         if self.training and len(averages) == 1:  # a single image has no variance: use the running statistics
             return self.head(F.batch_norm(averages, self.norm.running_mean, self.norm.running_var, eps=self.norm.eps))

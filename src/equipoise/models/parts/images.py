@@ -1,4 +1,4 @@
-"""The front of an image classifier: checks of what it is built for, normalization, and the first convolutions."""
+"""The front of an image classifier: checks of what it is built for, normalisation, and the first convolutions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Normalize(nn.Module):
 
 
 def normalize_for(shape: Sequence[int], classes: int, mean: Sequence[float], std: Sequence[float]) -> Normalize:
-    """Check what a classifier is built for and return the layer that normalizes its images."""
+    """Check what a classifier is built for and return the layer that normalises its images."""
     if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)):
         raise ValueError(
             f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
