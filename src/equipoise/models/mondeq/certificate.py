@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,7 +266,7 @@ class Certifier:
         >>> verdict.classes, verdict.radii
     """
 
-    def __init__(self, model: MonDEQ, tolerance: Tolerance = TIGHT):
+    def __init__(self, model: nn.Module, tolerance: Tolerance = TIGHT):
         if isinstance(model, type) or not hasattr(model, "certificate"):
             given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
             raise TypeError(f"model is {given}; certified radii are available for a MonDEQ instance.")
@@ -274,9 +274,8 @@ class Certifier:
             raise TypeError(
                 f"tolerance is {tolerance!r}; it must be an object such as equipoise.Tolerance(relative=1e-6)."
             )
-        self.certificate = model.certificate()
-        self.exact = in_float64(model)
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model = cast("MonDEQ", copy.deepcopy(model).eval().requires_grad_(False))
+        self.certificate, self.exact = self.model.certificate(), in_float64(self.model)
         self.model.layer.tolerance, self.model.layer.on_failure = tolerance, "ignore"
 
     @torch.no_grad()

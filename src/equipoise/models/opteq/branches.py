@@ -105,9 +105,9 @@ class Branches(nn.Module):
         """Why solvers that descend on G cannot solve this T; None if they can."""
         coupled = len(self.sizes) > 1 and (self.ring.heritage or self.ring.diversity > 0)
         if self.order != "jacobi" and coupled:  # else both orders are the same T
-            return f"order is {self.order!r}; a step on the objective moves all branches at once: order='jacobi'."
+            return f"order is {self.order!r}; a step on the objective moves all branches at once: use order='jacobi'."
         if self.perturbed:
-            return f"perturb is {self.perturb!r}; perturbed branches do not minimise one objective: perturb='off'."
+            return f"perturb is {self.perturb!r}; perturbed branches do not minimise one objective: use perturb='off'."
         return None
 
     def check(self, z: Images, batch: int) -> None:
