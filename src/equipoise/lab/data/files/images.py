@@ -6,7 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.data.base import Batch, Split, TensorSplit
-from equipoise.lab.data.files.limits import LIMITS
+from equipoise.lab.data.files.limits import LIMITS, read_file
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
 from equipoise.lab.format import printable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MODES = {1: "L", 3: "RGB"}  # PIL's names for grey and colour
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")  # none of which starts another program, as EPS does
+MUCH = 4  # an image whose sides change by more than this factor gets a note
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,41 @@ def reading_image(path: Path) -> Iterator[None]:
     except Exception as error:  # image libraries raise many kinds for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise ValueError(f"{printable(path)} cannot be read: {reason}.") from error
+
+
+def read_image_file(
+    path: Path,
+    channels: int,
+    size: tuple[int, int] | None = None,
+    check: Callable[[int, int], None] | None = None,
+) -> tuple[Tensor, str]:
+    """Read an image file within the limits as uint8 (channels, height, width), turned as its EXIF orientation says.
+
+    Args:
+        path: image file; every error names it.
+        channels: 1 for gray, 3 for color.
+        size: height and width to crop (in the middle) and resize to; None keeps those of the image.
+        check: called with the upright height and width before the pixels are decoded; raises ValueError to reject them.
+
+    Returns:
+        The image, and a note if it was resized by more than a factor of four (otherwise empty).
+    """
+    with reading_image(path):
+        image = opened(read_file(path, LIMITS.image_file))
+        before = upright_size(image)
+        width, height = before if size is None else (size[1], size[0])
+        if check is not None:
+            check(before[1], before[0])
+        pixel_values = pixels(fitted(image, channels, height, width))
+    factor = min(before[0] / width, before[1] / height)
+    if 1 / MUCH <= factor <= MUCH:
+        return pixel_values, ""
+    how = "shrunk" if factor > 1 else "enlarged"
+    sizes = f"{before[0]} x {before[1]} to {width} x {height}"
+    return (
+        pixel_values,
+        f"{printable(path)} was {how} from {sizes}, the size of the images that the run was trained on.",
+    )
 
 
 def fitted(image: Image, channels: int, height: int, width: int) -> Image:
