@@ -440,7 +440,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from equipoise.lab.data.get.sources import Source
+    from equipoise.lab.data.get.sources import RemoteFile
     from equipoise.lab.results import overview as listing
 
     served = tmp_path / "served"
@@ -454,7 +454,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     md5 = hashlib.md5(b"12345").hexdigest()
 
     def source(file, checksum):
-        monkeypatch.setitem(listing.SOURCES, "mnist", (Source(file, (f"{address}/{file}",), md5=checksum),))
+        monkeypatch.setitem(listing.SOURCES, "mnist", (RemoteFile(file, (f"{address}/{file}",), md5=checksum),))
 
     source("good.bin", md5)
     assert main(["data", "get", "mnist", "--to", str(tmp_path / "to")]) == 0
@@ -463,7 +463,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     assert "404" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "a")
     source("good.bin", "0" * 32)
     assert "its md5 is" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "b")
-    assert not [p for name in "ab" for p in (tmp_path / name).rglob("*") if p.is_file()]
+    assert not [p for name in "ab" for p in (tmp_path / name).rglob("*.bin*")]
     server.shutdown()
     server.server_close()
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import importlib.util
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.data.files.limits import CHUNK, LIMITS
+from equipoise.lab.data.files.checksums import md5_inside, mismatch
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, Source, how_to_get
-from equipoise.lab.data.get.unpack import md5
+from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get
 from equipoise.registry import unknown
 
 
@@ -85,7 +81,7 @@ def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
     return [[wanted for source in sources for wanted in files_of(source, places)] for sources in tables]
 
 
-def files_of(source: Source, places: Places) -> list[Wanted]:
+def files_of(source: RemoteFile, places: Places) -> list[Wanted]:
     """The file itself or what it unpacks to, whichever is read: a folder that comes earlier wins."""
     if not source.unpack and (path := places.find(source.file, *source.contents)):
         if path.name == source.file:
@@ -103,7 +99,7 @@ def verdict(wanted: Wanted) -> str:
         return "missing"
     if wanted.md5 is None or wanted.path.is_dir():
         return "no published checksum"
-    if md5(wanted.path) == wanted.md5:
+    if not mismatch(wanted.path, f"md5:{wanted.md5}"):
         return "official checksum"
     if wanted.md5_inside is not None and md5_inside(wanted.path) == wanted.md5_inside:
         return "official contents, compressed anew"
@@ -112,16 +108,3 @@ def verdict(wanted: Wanted) -> str:
 
 def size(path: Path | None) -> int | None:
     return path.stat().st_size if path is not None and path.is_file() else None
-
-
-def md5_inside(path: Path) -> str | None:
-    """Of the uncompressed contents; None if they cannot be uncompressed, or are more than is plausible."""
-    try:
-        sums, left = hashlib.md5(usedforsecurity=False), LIMITS.in_memory(path)
-        with gzip.open(path) as file:
-            while left >= 0 and (chunk := file.read(CHUNK)):
-                sums.update(chunk)
-                left -= len(chunk)
-        return sums.hexdigest() if left >= 0 else None
-    except (OSError, EOFError, zlib.error):
-        return None

