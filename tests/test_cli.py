@@ -106,7 +106,7 @@ def fails(capsys, *words):
         (["train", "core/digits", "tolerance.relative=-1"], "relative is -1"),
         (["train", "core/digits", "solver.name=gmres"], "there is no solver 'gmres'"),
         (["train", "core/digits", "data.name=image-folder"], "data set 'image-folder' needs folder"),
-        (["train", "core/digits", "data.name=image-folder", "data.folder=3"], "data.folder is 3; it must be a text"),
+        (["train", "core/digits", "data.name=image-folder", "data.folder=3"], "data.folder is 3; it must be a string"),
         (["train", "core/digits", "--device", "cuda:99"], "--device is 'cuda:99', which this machine cannot use"),
         (["train", "core/digits", "--device", "gpu"], "--device is 'gpu', which this machine cannot use"),
         (["train", "core/digits", "--threads", "0"], "--threads is 0; it must be at least 1"),
@@ -374,7 +374,7 @@ def test_the_data_of_all_rows_is_there_before_the_first_is_trained(tmp_path, cap
         "equipoise: 3 data sets are not there or not complete; to get mnist: equipoise data get mnist; fashion-mnist: "
         "equipoise data get fashion-mnist; cifar10: equipoise data get cifar10.\n"
     )
-    assert "the data set cifar10 is not there" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
+    assert "the data set cifar10 was not found" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
     assert not (tmp_path / "runs").exists()
 
 
@@ -552,10 +552,10 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
         Image.fromarray(values).save(tmp_path / f"{name}.tif")
     for name in ("unit", "full"):
         assert torch.equal(read_image(tmp_path / f"{name}.tif", (1, 8, 8))[0][0], torch.from_numpy(levels).byte())
-    assert "large.tif cannot be read: its pixels go from 0 to 2520; they must lie between 0 and 255." in fails(
+    assert "large.tif cannot be read: its pixels range from 0 to 2520; they must lie between 0 and 255." in fails(
         capsys, "predict", run, tmp_path / "large.tif"
     )
-    assert "nan.tif cannot be read: it has pixels that are not numbers (NaN or infinity)." in fails(
+    assert "nan.tif cannot be read: it has pixels that are NaN or infinite." in fails(
         capsys, "predict", run, tmp_path / "nan.tif"
     )
 
