@@ -1,10 +1,13 @@
-"""equipoise beside torchdeq: evaluations, time, overhead, memory, and one slow sample in a batch.
+"""Compare equipoise with torchdeq: evaluations, time, overhead, memory, and one slow sample in a batch.
 
     python benchmarks/bench.py [--only dense conv mdeq memory slow] [--rounds N] [--threads N] [--json FILE]
 
 Machines are noisy, so contenders run in turns (A, B, C, A, B, C, ...) in one process, every comparison is between runs
-of the same round, and the medians over the rounds are printed. Overhead is the time of a solve divided by the time
-it spent inside f, in the same run.
+of the same round, and medians over the rounds are printed. Overhead is the time of a solve divided by the time it spent
+inside f in the same run. The tables of the documentation come from the JSON file (``tables.py`` prints it):
+
+    python benchmarks/bench.py --json results/benchmarks/bench.json
+    python tests/test_docs.py --update
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clock:
-    """One run: how long it took, and how much of it was f (and its products with J^T)."""
+    """Time of one run, and how much of it was spent inside f (and its products with J^T)."""
 
     seconds: float
     inside: float
@@ -51,7 +54,7 @@ class Clock:
 
 
 def in_turns(runs: Mapping[str, Callable[[], T]], rounds: int, budget: float = 6.0) -> dict[str, list[T]]:
-    """Runs everything in turns; what has used up its seconds sits out the later rounds, but never the first two."""
+    """Run everything in turns. After two rounds, a contender that has used up its ``budget`` in seconds sits out."""
     results: dict[str, list[T]] = {name: [] for name in runs}
     spent = dict.fromkeys(runs, 0.0)
     for round_ in range(rounds):
@@ -64,7 +67,7 @@ def in_turns(runs: Mapping[str, Callable[[], T]], rounds: int, budget: float = 6
 
 
 def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """The median over the rounds both took part in."""
+    """Return the median ratio over the rounds that both took part in."""
     return median(a / b for a, b in zip(times, reference, strict=False))
 
 
@@ -94,7 +97,7 @@ def forward_table(problem: Problem, players: Sequence[Contender], rounds: int) -
 
 
 def timed_solve(problem: Problem, player: Contender) -> tuple[Clock, float]:
-    """With the true residual of the value returned, worst sample, as the check that the solve was one."""
+    """Time a solve; return also the true residual of its value, worst sample, to check that it did converge."""
     probe = Probe(problem.f)
     began = perf_counter()
     z = player.solve(problem, probe)
@@ -118,7 +121,7 @@ class Step:
 
 
 def gradient_table(problem: Problem, players: Sequence[Contender], rounds: int) -> list[Row]:
-    """For the players that are prepared for the forward solve."""
+    """Time solve and gradient of the players that ``forward_table`` has prepared."""
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[], Step]] = {}
     for player in players:
@@ -143,7 +146,7 @@ def gradient_table(problem: Problem, players: Sequence[Contender], rounds: int) 
 
 
 def timed_step(problem: Problem, player: Contender) -> Step:
-    """The gradient of a fixed projection of z* with respect to every parameter and input."""
+    """Differentiate a fixed projection of z* with respect to every parameter and input."""
     wanted = [*problem.f.parameters(), *(x.requires_grad_() for x in problem.inputs)]
     v = direction(problem)
     probe = Probe(problem.f)
@@ -160,7 +163,7 @@ def timed_step(problem: Problem, player: Contender) -> Step:
 
 
 def exact_gradient(problem: Problem) -> Tensor:
-    """In double, to 1e-10. Errors of 1e-4 to 1e-2 are relus on the other side of zero, within the tolerance of z."""
+    """Solve in float64 to 1e-10. Errors of 1e-4 to 1e-2 are ReLUs that switch within the tolerance of z."""
     precise = replace(
         problem,
         f=deepcopy(problem.f).double(),
@@ -175,7 +178,7 @@ def exact_gradient(problem: Problem) -> Tensor:
 
 
 def memory_table(few: int = 20, many: int = 200) -> list[Row]:
-    """Peak memory of a forward solve and its implicit backward pass, all steps used, beyond what was there before."""
+    """Measure the additional peak memory of a solve and its implicit backward pass when all steps are used."""
     problem = endless()
     state = sum(z.nbytes for z in leaves(problem.z0))
     rows: dict[str, Row] = {}
@@ -190,7 +193,7 @@ def memory_table(few: int = 20, many: int = 200) -> list[Row]:
 
 
 def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
-    """In bytes, and the calls and products it took."""
+    """Return the peak in bytes, and the number of calls of f and products with J^T."""
     probe = Probe(problem.f)
     v = direction(problem)
     peak = peak_of(
@@ -203,7 +206,7 @@ def peak_memory(problem: Problem, player: Contender) -> tuple[int, int]:
 
 
 def slow_table() -> list[Row]:
-    """Rows (samples x calls) computed for the batch, beside the sum of what each sample needs alone."""
+    """Compare the rows (samples x calls) computed for a batch with the sum of what each sample needs alone."""
     problem = one_slow_sample()
     rows: list[Row] = []
     for player in contenders(replace(LIMIT, max_steps=1000, patience=None)):
@@ -234,18 +237,28 @@ def rows_alone(problem: Problem, player: Contender) -> int:
 def main() -> None:
     sections = [*PROBLEMS, "memory", "slow"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=sections, default=sections, metavar="NAME", help=f"of {sections}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here too")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns each contender gets (default 9)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sections,
+        default=sections,
+        metavar="NAME",
+        help=f"sections to run (default: all of {sections})",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="number of rounds (default 9)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of torch threads (default 2)")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
-    print(f"equipoise {eq.__version__}, torchdeq {version('torchdeq')}, torch {torch.__version__}, ", end="")
-    print(f"{torch.get_num_threads()} threads")
+    heading = [
+        f"equipoise {eq.__version__}, torchdeq {version('torchdeq')}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads",
+        f"-: not reached in {LIMIT.max_steps} steps. Time ratios are relative to {REFERENCE}, measured in turns.",
+    ]
+    print("\n".join(heading))
     if (load := os.getloadavg()[0]) > 0.5:
-        print(f"the load average is {load:.1f}: beside other work, threads wait for each other and times mean little")
-    print(f"- : not reached in {LIMIT.max_steps} steps; time ratio: to {REFERENCE}, in turns")
+        print(f"The load average is {load:.1f}: with other work running, threads wait for each other; distrust times.")
     tables: dict[str, list[Row]] = {}
 
     def add(title: str, rows: list[Row]) -> None:
@@ -260,11 +273,12 @@ def main() -> None:
         there = [p for p, row in zip(players, forward, strict=True) if "ms" in row]
         add(f"{problem.title}: solve and differentiate", gradient_table(problem, there, arguments.rounds))
     if "memory" in arguments.only:
-        add("peak memory of solve and implicit gradient, in sizes of the state, by steps allowed", memory_table())
+        add("peak memory of a solve and its implicit gradient, in units of the state's size", memory_table())
     if "slow" in arguments.only:
         add("one slow sample among 128: rows computed", slow_table())
     if arguments.json:
-        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"heading": heading, "tables": tables}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two libraries behind one face: solve a problem, or solve and differentiate it, through a probe."""
+"""Give both libraries one interface: solve a problem, or solve and differentiate it, through a probe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Contender(Protocol):
     name: str
 
     def prepare(self, problem: Problem, relative: float) -> int | None:
-        """Aims at a relative residual (worst sample). The calls of f it takes, None if too many."""
+        """Aim at a relative residual (worst sample); return the calls of f this takes, None if too many."""
         ...
 
     def prepare_backward(self, problem: Problem, relative: float) -> int | None:
-        """The same for the adjoint problem, in products with J^T; `prepare` comes first."""
+        """Do the same for the adjoint problem, counted in products with J^T; call `prepare` first."""
         ...
 
     def solve(self, problem: Problem, probe: Probe) -> State: ...
 
     def differentiable(self, problem: Problem, probe: Probe) -> State:
-        """The equilibrium with an implicit backward pass behind it."""
+        """Return the equilibrium with an implicit backward pass attached."""
         ...
 
 
@@ -46,7 +46,7 @@ def contenders(limit: eq.Tolerance) -> Sequence[Contender]:
 
 
 def direction(problem: Problem) -> State:
-    """The loss is the projection on this: so v, the source of the adjoint problem, is known and the same for all."""
+    """Return v, the gradient of the loss <z, v>: the source of the adjoint problem, the same for all contenders."""
     generator = torch.Generator().manual_seed(1)
     parts = tuple(torch.randn(z.shape, generator=generator) for z in leaves(problem.z0))
     return parts[0] if isinstance(problem.z0, Tensor) else parts
@@ -57,7 +57,7 @@ def loss(z: State, v: State) -> Tensor:
 
 
 class Equipoise:
-    """Stops by itself, each sample by its own residual; the backward pass uses the same solver and tolerance."""
+    """equipoise: each sample stops by its own residual; the backward pass uses the same solver and tolerance."""
 
     def __init__(self, name: str, solver: Any, limit: eq.Tolerance) -> None:
         self.name = name
@@ -97,7 +97,7 @@ class Equipoise:
 
 
 class TorchDEQ:
-    """Told beforehand how many iterations it needs, which is kinder to it than its own stopping rule.
+    """torchdeq, given the number of iterations it needs, which treats it better than its own stopping rule.
 
     torchdeq stops when the worst *current* residual of the batch is small, which the plateau of its Anderson may never
     allow. So a calibration run finds the first call of f (or product with J^T) by which every sample has had an iterate

@@ -1,9 +1,9 @@
-"""How much faster batches are read and augmented than the smallest CIFAR-10 recipe uses them up.
+"""Compare the time to read and augment a batch with a training step of the smallest CIFAR-10 recipe.
 
     python benchmarks/loader.py [--rounds N] [--threads N]
 
-Reading with augmentation, and training steps on the same batches, run in turns in one process; the median ratio is
-printed. The images are random: their content does not matter to either.
+Both run in turns in one process, on the same batches; the median ratio is printed. The images are random, since their
+content does not matter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from equipoise.lab.data import TensorSplit
 from equipoise.lab.recipes.build import build_model, build_optimizer, build_task
-from equipoise.lab.recipes.recipe import Recipe, open_recipe
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import batches, seed_everything, training_rows
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import Recipe
+from equipoise.lab.runs.machine import Machine, batches, seed_everything, training_rows
 from equipoise.lab.training.evaluate import Setting
 
 
@@ -42,14 +42,14 @@ def main() -> None:
     rows = training_rows(len(split), recipe.training.batch_size, seed=0, epoch=0)
 
     def read(count: int) -> tuple[float, tuple[torch.Tensor, ...]]:
-        """Seconds per augmented batch, and the last one."""
+        """Return the seconds per augmented batch, and the last batch."""
         start, batch = perf_counter(), ()
         for step, batch in enumerate(batches(split, rows[:count], machine.device)):
             batch = task.augment(setting.prepare(task, batch), seed_everything(0, "step", step))
         return (perf_counter() - start) / count, batch
 
     def train(batch: tuple[torch.Tensor, ...]) -> float:
-        """Seconds per training step."""
+        """Return the seconds of a training step."""
         start = perf_counter()
         optimizer.zero_grad()
         task.loss(model, batch)[0].backward()

@@ -1,15 +1,15 @@
-"""A training step of MDEQ under equipoise and under torchdeq: the same weights, the same number of evaluations.
+"""Time a training step of MDEQ in equipoise and in torchdeq: same weights, same number of evaluations.
 
     python benchmarks/mdeq.py [--size NAME] [--batch N] [--steps F B] [--rounds N] [--threads N] [--run RUN] [--json F]
 
-A step is stem, solve, head, cross entropy, implicit backward pass and Adam. Both solve by Broyden's method with F
-evaluations of f forward and B products backward, tolerance 0, so that they do the same work; the residuals they end
-with are printed beside. Weights are prepared once per solve for both: without that torchdeq would normalise them at
-every evaluation. torchdeq runs twice, as it comes and with its model in channels-last; it makes rows of (C, H, W)
-either way. All run in turns in one process after a warm-up; medians, and the median over the rounds of the faster
-torchdeq's time by the other.
+A step is stem, solve, head, cross entropy, implicit backward pass and Adam. Both use Broyden's method with F
+evaluations of f forward and B products backward and tolerance 0, so that they do the same work; their final residuals
+are printed. Weights are derived once per solve for both: otherwise torchdeq would normalise them at every evaluation.
+torchdeq runs twice, by default and with its model in channels-last; it makes rows of (C, H, W) either way. All run in
+turns in one process after a warm-up. Times are medians; the ratio is the median over the rounds of the faster
+torchdeq's time divided by the contender's.
 
-Peak memory is that of a step beyond what was there before, for the number of steps given and for four times as many.
+Peak memory is the additional memory of a step, for the given number of steps and for four times as many.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 import equipoise as eq
 from equipoise.lab.runs.machine import keep_freed_memory
+from equipoise.problem.layout import row_norms
 from equipoise.problem.scope import Scope
-from equipoise.tolerance import row_norms
 from measuring import peak_of, seconds
 from tables import Row, show
 
@@ -36,7 +36,7 @@ MEMORY = 18  # updates that equipoise's Broyden keeps; torchdeq's keeps one for 
 
 
 class Equipoise:
-    """The model as it is."""
+    """The model of equipoise."""
 
     name = "equipoise"
 
@@ -119,13 +119,15 @@ def contenders(size: str, run: Path | None, forward: int, backward: int) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", default="cifar10-small", metavar="NAME", help="of the model (default cifar10-small)")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="images (default 32)")
-    parser.add_argument("--steps", type=int, nargs=2, default=[15, 18], metavar="N", help="forward, backward (15 18)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns each gets (default 7)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="a trained run of MDEQ; else its first weights")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here too")
+    parser.add_argument("--size", default="cifar10-small", metavar="NAME", help="model size (default cifar10-small)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="batch size (default 32)")
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=[15, 18], metavar="N", help="forward, backward (default 15 18)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="number of rounds (default 7)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of torch threads (default 2)")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="a trained run of MDEQ (default: initial weights)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""How long something takes, and how much memory."""
+"""Measure time and peak memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long it takes, once."""
+    """Return the wall-clock time of one run."""
     began = perf_counter()
     run()
     return perf_counter() - began
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """The most bytes held while something runs, beyond what was there before.
+    """Return the peak of additional memory during a run, in bytes.
 
-    Counted from torch's own record of every allocation: exact and repeatable, where the resident size of the process
-    depends on what malloc keeps.
+    It is computed from torch's record of every allocation, which is exact and repeatable; the resident size of the
+    process depends on what malloc keeps.
     """
     with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -41,7 +41,7 @@ def peak_of(run: Callable[[], object]) -> int:
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """The profiler announces its start and stop from C++ whatever the log level."""
+    """Silence stderr: the profiler announces its start and stop from C++ at every log level."""
     saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:

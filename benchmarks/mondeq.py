@@ -1,15 +1,16 @@
-"""equipoise's monDEQ beside a plain implementation of the paper (plain_mondeq.py), with the same weights.
+"""Compare monDEQ in equipoise with a plain implementation of the paper (plain_mondeq.py), with the same weights.
 
     python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--cpu] [--json F]
 
-A training step is forward, cross entropy, backward and Adam; evaluation is a forward under no_grad. All run in turns in
-one process after a warm-up; medians are printed, and the median over the rounds of the plain time by the other.
+A training step is forward, cross entropy, backward and Adam; evaluation is a forward pass under no_grad. All run in
+turns in one process after a warm-up. Times are medians; a ratio is the median over the rounds of the plain time
+divided by the contender's.
 
-A tolerance of 1e-2 is not the same to both. The plain one stops when z of the whole batch moves by less (alg. 2),
-equipoise sample by sample when the residual of f is less. So how far logits and gradients are from a tight solve is
-printed too, and equipoise runs a second time, "as exact": at the first of 1e-2, 3e-3, 1e-3, ... at which both are no
-further off than those of the plain one. The plain one has its alpha tuned beforehand, as in the paper (E.2). That they
-are the same model is checked first, on small images in float64.
+A tolerance of 1e-2 means different things to the two. The plain one stops when z of the whole batch moves by less
+(alg. 2), equipoise stops each sample when the residual of f is smaller. The errors of logits and gradients relative to
+a tight solve are therefore printed, and equipoise runs a second time, "as exact": at the first of 1e-2, 3e-3, 1e-3,
+... at which both errors are no larger than those of the plain one, whose alpha is tuned beforehand, as in the paper
+(E.2). A first check, on small images in float64, shows that the two are the same model.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Clock = Callable[[], float]
 
 
 def pair(shape: tuple[int, int, int], channels: tuple[int, ...], scale: float = 1.0) -> tuple[PlainMonDEQ, MonDEQ]:
-    """The plain model and equipoise's with its weights; `scale` is ||A||^2, ||B|| and ||S||^2 of the kernels."""
+    """Return both models, with the same weights; `scale` is ||A||^2, ||B|| and ||S||^2 of the kernels."""
     plain = PlainMonDEQ(shape, channels)
     with torch.no_grad():
         for g in (*plain.W.g, *plain.W.s):
@@ -70,21 +71,25 @@ def pair(shape: tuple[int, int, int], channels: tuple[int, ...], scale: float = 
 
 
 def matching(plain: PlainMonDEQ, ours: MonDEQ) -> list[nn.Parameter]:
-    """Our parameters in the order of `plain.parameters()`."""
+    """Return our parameters in the order of `plain.parameters()`."""
     named = dict(ours.operator.named_parameters())
-    found = []
+    parameters = []
     for name, _ in plain.named_parameters():
         module, _, rest = name.partition(".")
         if module == "W":
-            found.append(named[rest] if rest in named else named[rest.removesuffix(".0")])  # "A.0" is "A" in one tier
+            parameters.append(
+                named[rest] if rest in named else named[rest.removesuffix(".0")]
+            )  # "A.0" is "A" in one tier
         else:
-            found.append({"U": ours.inject, "head": ours.head}[module].get_parameter(rest))
-    assert len(found) == len(list(ours.parameters())), "equipoise's model has parameters that the plain one has not"
-    return found
+            parameters.append({"U": ours.inject, "head": ours.head}[module].get_parameter(rest))
+    assert len(parameters) == len(list(ours.parameters())), (
+        "the model of equipoise has parameters that the plain one lacks"
+    )
+    return parameters
 
 
 class Contender:
-    """A model at a tolerance: its steps, its evaluations, and how many iterations they took."""
+    """A model at a tolerance: its training steps and evaluations, and the iterations they took."""
 
     def __init__(
         self, model: PlainMonDEQ | MonDEQ, parameters: list[nn.Parameter], images: Tensor, labels: Tensor
@@ -101,7 +106,7 @@ class Contender:
             self.model.layer.tolerance = eq.Tolerance(relative=value, max_steps=300)
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """Logits, and the gradient of every parameter in the order of the plain model's."""
+        """Return the logits, and the gradient of every parameter in the order of the plain model."""
         self.model.train()
         self.optimizer.zero_grad()
         with eq.watch_solves() as solves:
@@ -143,7 +148,7 @@ def contenders(
 
 
 def copy(contender: Contender) -> Contender:
-    """Another with a model of its own."""
+    """Return a copy with its own model."""
     model = deepcopy(contender.model)
     names = {id(p): name for name, p in contender.model.named_parameters()}
     parameters = [model.get_parameter(names[id(p)]) for p in contender.parameters]
@@ -155,13 +160,13 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def differences(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
-    """Of the logits, and of all gradients as one vector."""
+    """Return the relative difference of the logits, and that of all gradients as one vector."""
     flat = [torch.cat([g.flatten() for g in gradients]) for _, gradients in (a, b)]
     return difference(a[0], b[0]), difference(*flat)
 
 
 def agreement() -> list[Row]:
-    """Both models solved tightly on small images, in float64.
+    """Compare both models, solved tightly on small images in float64.
 
     The worst parameter is the scale h of a tier: the sum of many terms that nearly cancel.
     """
@@ -175,8 +180,8 @@ def agreement() -> list[Row]:
                 results.append(contender.gradients())
             logits, gradients = differences(*results)
             row: Row = {"model": f"{title} {channels} {shape}", "tolerance": f"{tolerance:g}"}
-            row |= {"logits differ by": logits, "gradients by": gradients}
-            rows.append(row | {"of the worst parameter by": max(map(difference, results[0][1], results[1][1]))})
+            row |= {"logits": logits, "gradients": gradients}
+            rows.append(row | {"worst parameter": max(map(difference, results[0][1], results[1][1]))})
     return rows
 
 
@@ -195,13 +200,13 @@ def compare(name: str, batch: int, rounds: int, scale: float, clock: Clock) -> l
         contender.tolerance(tolerance)
         logits, gradients = differences(contender.gradients(), truth)
         row: Row = {"tolerance": f"{tolerance:.0e}", "iterations": "{}/{}".format(*contender.iterations)}
-        return row | {"logits off by": logits, "gradients by": gradients}
+        return row | {"logit error": logits, "gradient error": gradients}
 
     rows = [accuracy(plain, LOOSE), accuracy(ours, LOOSE)]
     row = rows[1]
     exact.tolerance(LOOSE)
     for tolerance in FINER:
-        if all(row[error] <= rows[0][error] for error in ("logits off by", "gradients by")):  # type: ignore[operator]
+        if all(row[error] <= rows[0][error] for error in ("logit error", "gradient error")):  # type: ignore[operator]
             break
         row = accuracy(exact, tolerance)
     titles = (f"{name}: plain, alpha {alpha:g}", "equipoise", "equipoise, as exact")
@@ -221,7 +226,7 @@ def compare(name: str, batch: int, rounds: int, scale: float, clock: Clock) -> l
 
 
 def tune(contender: Contender) -> float:
-    """The paper's choice of alpha among 1, 1/2, 1/4, ...: the fewest iterations forward (E.2)."""
+    """Choose alpha among 1, 1/2, 1/4, ... as in the paper (E.2): the fewest forward iterations."""
     model = contender.model
     assert isinstance(model, PlainMonDEQ)
     counts: dict[float, int] = {}
@@ -243,16 +248,29 @@ def seconds(run: Callable[[], None], clock: Clock) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=f"of {[*MODELS]}"
+        "--only",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="NAME",
+        help=f"models (default: all of {[*MODELS]})",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns each gets (default 5)")
-    parser.add_argument("--batch", type=int, default=128, metavar="N", help="images (default 128)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the kernels; training makes it grow")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="number of rounds (default 5)")
+    parser.add_argument("--batch", type=int, default=128, metavar="N", help="batch size (default 128)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of torch threads (default 2)")
     parser.add_argument(
-        "--cpu", action="store_true", help="processor time; with --threads 1 it bears other work beside"
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="scale of the kernels (default 1)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables here too")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="measure CPU time, which with --threads 1 tolerates other work",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
@@ -261,8 +279,8 @@ def main() -> None:
     print(f"batch {arguments.batch}, kernels of scale {arguments.scale:g}")
     clock = process_time if arguments.cpu else perf_counter
     if (load := os.getloadavg()[0]) > 0.5 and not arguments.cpu:
-        print(f"the load average is {load:.1f}: beside other work, threads wait for each other and times mean little")
-    tables = {"the same model? float64, tight solves": agreement()}
+        print(f"The load average is {load:.1f}: with other work running, threads wait for each other; distrust times.")
+    tables = {"relative differences between the two models: float64, tight solves": agreement()}
     for title, rows in tables.items():
         show(title, rows)
     timings = [
@@ -271,7 +289,7 @@ def main() -> None:
         for row in compare(name, arguments.batch, arguments.rounds, arguments.scale, clock)
     ]
     title = (
-        f"iterations: forward/backward, of the slowest sample; off: from a solve at {TIGHT:.0e}; ratio: plain by this"
+        f"iterations: forward/backward, slowest sample; errors: from a solve at {TIGHT:.0e}; ratio: plain time / this"
     )
     show(title, timings)
     tables[title] = timings

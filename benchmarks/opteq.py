@@ -1,13 +1,13 @@
-"""MOptEq by the one-step, the implicit and the unrolled gradient, beside MDEQ: time and peak memory.
+"""Measure time and peak memory of MOptEq with the one-step, implicit and unrolled gradient, and of MDEQ.
 
     python benchmarks/opteq.py [--images imagenette|cifar10] [--batch N] [--rounds N] [--threads N] [--json F]
 
-What table 6 of the MOptEq paper has measured on Imagenette (256 x 256, batches of 32): MDEQ of 10M parameters 8 GB to
-train and 1.06 s to answer a batch, MOptEq of 1.9M by the one-step gradient 3 GB and 0.26 s. Here a step is stem, solve,
-head, cross entropy, backward pass and SGD; "answer" is the first three, without gradients and by weights that stay, so
-that what is derived from them is there. Solved as the recipes of Imagenette and of CIFAR-10 say, but for perturbed
-branches: they are not. All run in turns in one process after a warm-up; medians, and ratios to MDEQ as medians over the
-rounds. Peak memory is that of a step beyond what was there before.
+Table 6 of the MOptEq paper reports for Imagenette (256 x 256, batches of 32): MDEQ with 10M parameters, 8 GB to train
+and 1.06 s to answer a batch; MOptEq with 1.9M and the one-step gradient, 3 GB and 0.26 s. Here a step is stem, solve,
+head, cross entropy, backward pass and SGD; "answer" is the first three without gradients, with unchanged weights, so
+that values derived from them are cached. Solvers are those of the recipes for Imagenette and CIFAR-10, without
+perturbed branches. All run in turns in one process after a warm-up; times are medians, ratios to MDEQ medians over the
+rounds. Peak memory is the additional memory of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equipoise as eq
-from equipoise.gradients.rules import GradientRule
+from equipoise.gradients import GradientRule
 from equipoise.lab.runs.machine import keep_freed_memory
 from measuring import peak_of, seconds
 from tables import Row, show
@@ -56,7 +56,7 @@ class Player:
         self.model.train()
 
     def steps(self, images: Tensor) -> float:
-        """Of the forward solve, median over the samples."""
+        """Return the steps of the forward solve, median over the samples."""
         with torch.no_grad(), eq.watch_solves() as solves:
             self.model(images)
         return float(solves[0].stats.steps.double().median())
@@ -89,11 +89,11 @@ def players(images: str) -> list[Player]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--images", choices=SIZES, default="cifar10", help="whose size (default cifar10)")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="images (default 32)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns each gets (default 3)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here too")
+    parser.add_argument("--images", choices=SIZES, default="cifar10", help="size of the images (default cifar10)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="batch size (default 32)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of rounds (default 3)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of torch threads (default 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
@@ -119,9 +119,9 @@ def main() -> None:
                 "parameters": sum(p.numel() for p in player.model.parameters()),
                 "forward steps": player.steps(images),
                 "step s": median(t[i] for t in times),
-                "by MDEQ's": median(t[i] / t[0] for t in times),
+                "ratio to MDEQ": median(t[i] / t[0] for t in times),
                 "answer s": median(t[i] for t in answers),
-                "answer by MDEQ's": median(t[i] / t[0] for t in answers),
+                "answer ratio": median(t[i] / t[0] for t in answers),
                 "peak MB": peak / 2**20,
             }
         )

@@ -1,13 +1,13 @@
-"""monDEQ written straight from the paper, as what equipoise's models are timed against. It needs torch only.
+"""monDEQ implemented directly from the paper, as a baseline for the models of equipoise. Needs only torch.
 
     python benchmarks/plain_mondeq.py       # checks itself against dense matrices, in float64
 
 Convolutional and multi-tier models of "Monotone operator equilibrium networks" (Winston and Kolter, NeurIPS 2020),
-solved by Peaceman-Rachford splitting, each line as the paper has it: four circular convolutions for W (eq. 5), the
-resolvent by the whole complex Fourier transform and one n x n block per frequency (eq. 17, prop. D1), rebuilt in every
-forward (alg. 2), one stopping norm for the whole batch. Two things differ from the print. Algorithm 4 divides by
-1 + alpha (1 + D), which is not the resolvent of D u - v; 1 + alpha D is. The learned scale g of A^T A goes through
-softplus, as a negative g is not monotone.
+solved by Peaceman-Rachford splitting, line by line as in the paper: four circular convolutions for W (eq. 5), the
+resolvent from the full complex Fourier transform and one n x n block per frequency (eq. 17, prop. D1), recomputed in
+every forward pass (alg. 2), one stopping norm for the whole batch. Two things differ from the printed paper.
+Algorithm 4 divides by 1 + alpha (1 + D), which is not the resolvent of D u - v; 1 + alpha D is. The learned scale g of
+A^T A goes through softplus, since a negative g is not monotone.
 
 A grid is two rows and columns larger than its image, and they come last; with two zeros between the image and its
 circular copies a 5 x 5 kernel sees no wrapping. The grid of every tier but the last is rounded up to even, so that

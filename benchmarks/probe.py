@@ -1,6 +1,6 @@
 """A wrapper around f that sees what a solver does: calls, time inside f, and how close each iterate was.
 
-It stands between f and any library, so that every library is measured by the same rule.
+It stands between f and each library, so that all are measured in the same way.
 """
 
 from __future__ import annotations

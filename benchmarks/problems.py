@@ -36,7 +36,7 @@ def relative_residual(z: State, fz: State) -> Tensor:
 
 
 class Dense(nn.Module):
-    """f(z) = tanh(Wz + Ux + b): cheap, so the solver's own work shows."""
+    """f(z) = tanh(Wz + Ux + b): cheap, so that the overhead of the solver shows."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Dense(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """f(z) = GN(relu(z + GN(conv(z) + x))): no contraction, plain iteration crawls."""
+    """f(z) = GN(relu(z + GN(conv(z) + x))): not a contraction, so plain iteration is slow."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def multiscale() -> Problem:
 
 
 class Rotation(nn.Module):
-    """f(z) = rate * Qz + x, Q orthogonal: plain iteration gains exactly `rate` a step, and each sample has its own."""
+    """f(z) = rate * Qz + x, Q orthogonal: plain iteration contracts by exactly `rate`, which differs by sample."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

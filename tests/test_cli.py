@@ -17,7 +17,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.recipes.recipe import Recipe, kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.reading import kind_of, open_recipe, recipe_names
+from equipoise.lab.recipes.schema import Recipe
 from official_files import make_cityscapes, make_imagenette
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +100,10 @@ def fails(capsys, *words):
         (["train", "core/digits", "training.batchsize=3"], "did you mean 'batch_size'?"),
         (["train", "core/digits", "phases.7.epochs=3"], "phases.7 does not exist; phases has the entries 0 to 0"),
         (["train", "core/digits", "phases.0.epochs=many"], "phases.0.epochs is 'many'; it must be a whole number"),
-        (["train", "core/digits", "phases.0.epochs=0"], "phases.0.epochs is 0; it must be at least 1"),
+        (
+            ["train", "core/digits", "phases.0.epochs=0"],
+            "phases.0.epochs is 0; it must be a whole number of at least 1",
+        ),
         (["train", "core/digits", "nonsense"], "'nonsense' is not a change of a recipe; write key=value"),
         (["train", "core/digits", "optimizer.lr=-1"], "Invalid learning rate: -1"),
         (["train", "core/digits", "solver.name=andersen"], "there is no solver 'andersen'; did you mean 'anderson'?"),
@@ -137,13 +141,13 @@ def fails(capsys, *words):
         (["train", "mdeq/cifar10-small", "epochs=3"], "did you mean 'phases.0.epochs' or 'phases.1.epochs'?"),
         (
             ["train", "core/digits", "--epochs", "3"],
-            "there is no argument '--epochs'; a recipe is changed by key=value: phases.0.epochs=3.",
+            "there is no argument '--epochs'; change a recipe with key=value: phases.0.epochs=3.",
         ),
-        (["train", "core/digits", "--lr=0.1"], "a recipe is changed by key=value: optimizer.lr=0.1."),
-        (["train", "core/digits", "--batch-size", "3"], "a recipe is changed by key=value: training.batch_size=3."),
-        (["reproduce", "core/table", "--epochs", "3"], "a recipe is changed by key=value: phases.0.epochs=3."),
-        (["figure", "core/convergence", "--epochs"], "a recipe is changed by key=value: phases.0.epochs=VALUE."),
-        (["evaluate", "runs/x", "--radius", "3"], "an option of the task is given as key=value: radius=3."),
+        (["train", "core/digits", "--lr=0.1"], "change a recipe with key=value: optimizer.lr=0.1."),
+        (["train", "core/digits", "--batch-size", "3"], "change a recipe with key=value: training.batch_size=3."),
+        (["reproduce", "core/table", "--epochs", "3"], "change a recipe with key=value: phases.0.epochs=3."),
+        (["figure", "core/convergence", "--epochs"], "change a recipe with key=value: phases.0.epochs=VALUE."),
+        (["evaluate", "runs/x", "--radius", "3"], "give options of the task as key=value: radius=3."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -188,7 +192,7 @@ def test_evaluate_predict_and_list_a_run(run, tmp_path, capsys):
     assert f"class {answer['class']}" in capsys.readouterr().out
 
     assert main(["runs", str(run.parent)]) == 0
-    assert re.search(r"core-digits-001 +core/digits +finished +1/1 +0\.\d{4} +0\.\d{4}", capsys.readouterr().out)
+    assert re.search(r"core-digits-001 +core/digits +finished +1/1 +[\d.]+% +[\d.]+%", capsys.readouterr().out)
     assert main(["resume", str(run)]) == 0  # it is finished: says its result again
     assert "test accuracy" in capsys.readouterr().out
 
@@ -247,7 +251,7 @@ def test_one_damaged_run_does_not_hide_the_others(run, tmp_path, capsys):
 
 def test_no_runs_yet(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 0
-    assert "`equipoise train` makes one" in capsys.readouterr().out
+    assert "`equipoise train` creates one" in capsys.readouterr().out
 
 
 def test_doctor_finds_everything_here(capsys):
@@ -302,7 +306,7 @@ def test_a_figure(run, tmp_path, capsys):
     assert "leave out seeds" in fails(capsys, "figure", "core/convergence", "seeds=2")
     assert main(["figure", "core/convergence", "samples=1", "--run", str(run), "--out", str(out)]) == 0
     assert "samples is 0" in fails(capsys, "figure", "core/convergence", "samples=0", "--run", run)
-    assert "is drawn from 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
+    assert "requires 1 runs" in fails(capsys, "figure", "core/convergence", "--run", run, "--run", run)
     mistaken = tmp_path / "mistaken.toml"  # said before anything is trained
     mistaken.write_text('title = "x"\nfigure = "convergence"\nrecipes = ["core/digits"]\nbatchez = 3\n')
     assert "has no option 'batchez'" in fails(capsys, "figure", mistaken)
@@ -371,7 +375,7 @@ def test_the_data_of_all_rows_is_there_before_the_first_is_trained(tmp_path, cap
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(places, "SYSTEM", tmp_path / "system")
     assert fails(capsys, "reproduce", "core/table", "--budget", "smoke") == (
-        "equipoise: 3 data sets are not there or not complete; to get mnist: equipoise data get mnist; fashion-mnist: "
+        "equipoise: 3 data sets are missing or incomplete; to get mnist: equipoise data get mnist; fashion-mnist: "
         "equipoise data get fashion-mnist; cifar10: equipoise data get cifar10.\n"
     )
     assert "the data set cifar10 was not found" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
@@ -471,7 +475,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
 def test_predict_reads_images_as_training_does(tmp_path):
     from PIL import Image
 
-    from equipoise.lab.results.predict import read_image
+    from equipoise.lab.data.files.images import read_image_file
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -480,7 +484,7 @@ def test_predict_reads_images_as_training_does(tmp_path):
             Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.png")
     data = load("image-folder", folder=str(tmp_path), size=9, validation=0)
     for row, (file, _) in enumerate(data.train.samples):
-        assert torch.equal(data.train.read(torch.tensor([row]))[0][0], read_image(tmp_path / file, data.shape)[0])
+        assert torch.equal(data.train.read(torch.tensor([row]))[0][0], read_image_file(tmp_path / file, 3, (9, 9))[0])
 
 
 def test_a_best_metric_that_is_none_is_named(tmp_path, capsys, monkeypatch):
@@ -545,13 +549,13 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
     import numpy as np
     from PIL import Image
 
-    from equipoise.lab.results.predict import read_image
+    from equipoise.lab.data.files.images import read_image_file
 
     levels = np.arange(64, dtype=np.float32).reshape(8, 8) * 4
     for name, values in {"unit": levels / 255, "full": levels, "large": levels * 10, "nan": levels * np.nan}.items():
         Image.fromarray(values).save(tmp_path / f"{name}.tif")
     for name in ("unit", "full"):
-        assert torch.equal(read_image(tmp_path / f"{name}.tif", (1, 8, 8))[0][0], torch.from_numpy(levels).byte())
+        assert torch.equal(read_image_file(tmp_path / f"{name}.tif", 1)[0][0], torch.from_numpy(levels).byte())
     assert "large.tif cannot be read: its pixels range from 0 to 2520; they must lie between 0 and 255." in fails(
         capsys, "predict", run, tmp_path / "large.tif"
     )
@@ -562,7 +566,7 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
 
 def test_resuming_a_finished_run_says_so(run, capsys):
     assert main(["resume", str(run)]) == 0
-    assert f"{run} is finished, so that there is nothing to continue; its result:" in capsys.readouterr().out
+    assert f"{run} is finished, so there is nothing to continue; its result:" in capsys.readouterr().out
 
 
 def test_training_says_when_the_solver_does_nothing(capsys, tmp_path):

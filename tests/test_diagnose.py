@@ -27,47 +27,47 @@ def solve(f, x=None, **options):
 
 
 def test_success_reports_the_radius_and_what_plain_iteration_would_take():
-    told = eq.diagnose(solve(Cell(0.5)))
-    assert "All 6 samples converged" in str(told)
-    assert "Spectral radius" in str(told)
-    assert (told.radius < 1).all()
+    diagnosis = eq.diagnose(solve(Cell(0.5)))
+    assert "All 6 samples converged" in str(diagnosis)
+    assert "Spectral radius" in str(diagnosis)
+    assert (diagnosis.radius < 1).all()
 
 
 def test_a_map_that_is_not_contractive_is_named_so_with_its_radius():
     f = lambda z, x: -1.3 * z + x
-    told = eq.diagnose(solve(f, solver=eq.Picard()))
-    assert "Not contractive" in str(told)
-    assert "about 1.30" in str(told)
+    diagnosis = eq.diagnose(solve(f, solver=eq.Picard()))
+    assert "Not contractive" in str(diagnosis)
+    assert "about 1.30" in str(diagnosis)
 
 
-def test_too_few_steps_are_told_from_divergence():
-    told = str(eq.diagnose(solve(lambda z, x: 0.99 * z + x, solver=eq.Picard())))
-    assert "Contractive here but slow" in told
-    assert "0.990" in told
+def test_too_few_steps_are_distinguished_from_divergence():
+    diagnosis = str(eq.diagnose(solve(lambda z, x: 0.99 * z + x, solver=eq.Picard())))
+    assert "Contractive here but slow" in diagnosis
+    assert "0.990" in diagnosis
 
 
 def test_a_tolerance_below_rounding_is_named_so():
-    told = str(eq.diagnose(solve(Cell(0.5), tolerance=eq.Tolerance(1e-12, max_steps=200))))
-    assert "below rounding" in told
-    assert "float64" in told
+    diagnosis = str(eq.diagnose(solve(Cell(0.5), tolerance=eq.Tolerance(1e-12, max_steps=200))))
+    assert "below rounding" in diagnosis
+    assert "float64" in diagnosis
 
 
 def test_non_finite_inputs_and_weights_are_named():
     x = torch.randn(6, 12)
     x[2, 3] = torch.nan
-    told = eq.diagnose(solve(Cell(), x))
-    assert "1 of 6 samples failed (1 NONFINITE)" in str(told)
-    assert "inputs[0]" in str(told)
-    assert told.samples.tolist() == [2]
+    diagnosis = eq.diagnose(solve(Cell(), x))
+    assert "1 of 6 samples failed (1 NONFINITE)" in str(diagnosis)
+    assert "inputs[0]" in str(diagnosis)
+    assert diagnosis.samples.tolist() == [2]
     f = Cell()
     f.U.bias.data[0] = torch.inf
     f.W.weight.data[0] = torch.nan
     assert "'W.weight' of f, 'U.bias' of f" in str(eq.diagnose(solve(f)))
 
 
-def test_nan_made_inside_f_is_told_from_nan_given_to_it():
-    told = str(eq.diagnose(solve(lambda z, x: torch.log(-1 - z.abs()) + x)))
-    assert "look inside f" in told
+def test_nan_from_inside_f_is_distinguished_from_nan_inputs():
+    diagnosis = str(eq.diagnose(solve(lambda z, x: torch.log(-1 - z.abs()) + x)))
+    assert "look inside f" in diagnosis
 
 
 def test_noise_inside_f_is_found():
@@ -131,7 +131,7 @@ def test_gradient_check_passes_in_single_precision(seed):
     assert check.ok, check
 
 
-def test_gradient_check_reaches_captured_tensors_and_leaves_them_as_they_were():
+def test_gradient_check_covers_captured_tensors_and_does_not_change_them():
     W = (torch.randn(3, 3) / 4).requires_grad_()
     before = W.detach().clone()
     check = eq.check_gradients(lambda z, x: torch.tanh(z @ W + x), torch.zeros(1, 3), torch.randn(4, 3))
@@ -140,7 +140,7 @@ def test_gradient_check_reaches_captured_tensors_and_leaves_them_as_they_were():
     assert torch.equal(W, before)
 
 
-def test_a_solver_that_does_nothing_is_said_to():
+def test_a_solver_that_does_nothing_is_reported():
     x = torch.randn(6, 12)
     ignoring = lambda z, x: torch.tanh(x) + 0 * z
     assert "The solver does nothing: f does not depend on z" in str(eq.diagnose(solve(ignoring, x)))

@@ -42,13 +42,13 @@ def test_unknown_option_is_answered_with_the_nearest(make, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: eq.Tolerance(relative=-1e-3), r"Tolerance.relative is -0.001; it must be a number at least 0"),
+        (lambda: eq.Tolerance(relative=-1e-3), r"Tolerance.relative is -0.001; it must be a number of at least 0"),
         (lambda: eq.Tolerance(absolute=-1.0), "Tolerance.absolute is -1.0"),
         (lambda: eq.Tolerance(relative=float("nan")), "Tolerance.relative is nan"),
         (lambda: eq.Tolerance(relative=float("inf")), "Tolerance.relative is inf"),
-        (lambda: eq.Tolerance(max_steps=0), "Tolerance.max_steps is 0; it must be a whole number at least 1"),
+        (lambda: eq.Tolerance(max_steps=0), "Tolerance.max_steps is 0; it must be a whole number of at least 1"),
         (lambda: eq.Tolerance(patience=0), r"Tolerance.patience is 0; .* \(or None\)"),
-        (lambda: eq.Anderson(memory=0), "Anderson.memory is 0; it must be a whole number at least 1"),
+        (lambda: eq.Anderson(memory=0), "Anderson.memory is 0; it must be a whole number of at least 1"),
         (lambda: eq.Anderson(kind=3), "Anderson.kind is 3; allowed: 1, 2"),
         (lambda: eq.Anderson(ridge=-1e-8), "Anderson.ridge is -1e-08"),
         (lambda: eq.Anderson(mixing=0.0), "Anderson.mixing is 0.0; it must be a number above 0 and at most"),

@@ -1,4 +1,4 @@
-"""Names, the package's own and a user's, and the options that go with them: what is found, what is refused, and how."""
+"""Names of the package and of the user, and their options: lookups, rejections and messages."""
 
 import importlib
 import os
@@ -13,8 +13,8 @@ from torch import nn
 import equipoise as eq
 from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
-from equipoise.lab.recipes.recipe import Where
-from equipoise.lab.results.reproduce import FIGURES
+from equipoise.lab.recipes.reading import Where
+from equipoise.lab.results.reproduce import figure_functions
 from equipoise.models import MODELS, create_model, list_models
 from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS
@@ -62,7 +62,7 @@ def test_a_name_stands_for_what_its_entry_says():
 
 
 @pytest.mark.parametrize(
-    "registry", [MODELS, TASKS, ATTACKS, SOLVERS, GRADIENTS, OPTIMIZERS, SCHEDULES, DATA_SETS, FIGURES]
+    "registry", [MODELS, TASKS, ATTACKS, SOLVERS, GRADIENTS, OPTIMIZERS, SCHEDULES, DATA_SETS, figure_functions()]
 )
 def test_every_entry_of_the_package_exists(registry):
     for name in registry:
@@ -99,7 +99,7 @@ def test_a_name_like_no_other_gets_no_suggestion():
 
 
 @pytest.mark.parametrize("name", [3, None, ["path"], {"name": "path"}])
-def test_a_name_that_is_no_text_is_refused(name):
+def test_a_name_that_is_not_a_string_is_rejected(name):
     with pytest.raises(TypeError, match=r"the name of a part is .*; it must be a string\."):
         PARTS[name]
 
@@ -185,7 +185,7 @@ def test_a_missing_module_is_named_with_the_places_looked_in(name):
 
 
 @pytest.mark.parametrize("name", [":Net", ".relative:Net", "..:Net", ":"])
-def test_a_module_name_that_is_none_is_named_too(name):
+def test_an_invalid_module_name_is_named_too(name):
     with pytest.raises(LookupError, match=r"model .*: there is no module"):
         MODELS[name]
 
@@ -249,7 +249,7 @@ def test_a_module_missing_inside_a_users_package_is_not_taken_for_the_package(fo
         ("def broken(:", SyntaxError),
     ],
 )
-def test_an_error_inside_a_users_module_is_kept_as_it_is(folder, text, kind):
+def test_an_error_inside_a_users_module_is_not_changed(folder, text, kind):
     module = f"mine_raises_{kind.__name__.lower()}"
     write(folder / f"{module}.py", text)
     look_in(folder)
@@ -287,7 +287,7 @@ def test_options_and_facts_are_not_changed():
     assert (options, facts) == ({"width": 1}, {"depth": 9, "classes": 3})
 
 
-def test_an_unknown_option_is_refused_with_the_nearest():
+def test_an_unknown_option_is_rejected_with_the_nearest_name():
     with pytest.raises(UnknownOption) as error:
         call(takes, {"width": 1, "dept": 3}, {}, "part 'takes'")
     assert str(error.value) == "part 'takes' has no option 'dept'; did you mean 'depth'? options: bias, depth, width."
@@ -325,7 +325,7 @@ def test_parameters_of_functions_classes_and_partials():
 
 
 @pytest.mark.parametrize("thing", [3, "text", None])
-def test_what_cannot_be_called_is_refused(thing):
+def test_what_is_not_callable_is_rejected(thing):
     with pytest.raises(TypeError, match="not a callable"):
         call(thing, {}, {}, "part")
 
@@ -364,12 +364,12 @@ def test_models_are_created_by_name():
             for name in ("conv-equilibrium", "mondeq", "mdeq", "opteq", "popteq", "mopteq")
             for wrong, words in (
                 ({"classes": 1}, "classes is 1; a classifier needs"),
-                ({"classes": 4.0}, "classes is 4.0; a classifier needs at least 2, a whole number"),
-                ({"shape": (8, 8)}, "shape is (8, 8); it must be that of one image, (channels, height, width)"),
-                ({"shape": (784,)}, "shape is (784,); it must be that of one image"),
+                ({"classes": 4.0}, "classes is 4.0; a classifier needs at least 2 (a whole number"),
+                ({"shape": (8, 8)}, "shape is (8, 8); it must be the shape of one image, (channels, height, width)"),
+                ({"shape": (784,)}, "shape is (784,); it must be the shape of one image"),
                 ({"shape": (1, 8.0, 8)}, "shape is (1, 8.0, 8); it must be"),
                 ({"shape": (0, 8, 8)}, "shape is (0, 8, 8); it must be"),
-                ({"shape": (3, 8, 8), "mean": (0, 0), "std": (1, 1)}, "mean has 2 entries, and images have 3 channels"),
+                ({"shape": (3, 8, 8), "mean": (0, 0), "std": (1, 1)}, "mean has 2 entries; it must have 1, or 3"),
             )
         ),
     ],
@@ -389,7 +389,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("name", ["conv-equilibrium", "mondeq", "mdeq", "mopteq"])
 @pytest.mark.parametrize(("images", "words"), IMAGES.values(), ids=IMAGES)
-def test_what_are_no_images_is_said(name, images, words):
+def test_invalid_images_are_rejected(name, images, words):
     options = {"size": "reduced"} if name == "mopteq" else {}
     model = create_model(name, shape=(3, 16, 16), classes=3, mean=(0.5,) * 3, std=(0.5,) * 3, **options)
     with pytest.raises((TypeError, ValueError)) as raised:

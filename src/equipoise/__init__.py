@@ -19,21 +19,16 @@ from equipoise import command_start  # noqa: F401 (first: it must be there befor
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
-from equipoise.problem.function import ImpureFunctionWarning
+from equipoise.problem.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (
-    FISTA,
     GMRES,
     Anderson,
     BiCGStab,
     Broyden,
-    DouglasRachford,
-    ForwardBackward,
     NewtonKrylov,
-    PeacemanRachford,
     Picard,
     Progress,
-    ProximalGradient,
     Solver,
 )
 from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, jacobian_penalty, spectral_radius
@@ -43,6 +38,8 @@ if TYPE_CHECKING:
     from equipoise import lab, models, operators, tasks
     from equipoise.lab.runs.load import load
     from equipoise.models import create_model, list_models
+    from equipoise.models.opteq.descent import FISTA, ProximalGradient
+    from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford
 
 __version__ = "0.1.0"
 
@@ -92,7 +89,12 @@ __all__ = [
     "watch_solves",
 ]
 
-LATER = {"create_model": "equipoise.models", "list_models": "equipoise.models", "load": "equipoise.lab.runs.load"}
+LATER = {
+    **dict.fromkeys(("DouglasRachford", "ForwardBackward", "PeacemanRachford"), "equipoise.operators.splitting"),
+    **dict.fromkeys(("FISTA", "ProximalGradient"), "equipoise.models.opteq.descent"),
+    **dict.fromkeys(("create_model", "list_models"), "equipoise.models"),
+    "load": "equipoise.lab.runs.load",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -11,17 +10,19 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
-from equipoise.command_start import imports_are_done
-from equipoise.lab.format import printable, printable_text
-from equipoise.registry import MissingPackage, Trust, UnknownOption, UntrustedName
+from equipoise.command_start import end_quietly
+from equipoise.lab.format import format_metric, printable, printable_text
+from equipoise.options import UnknownOption, did_you_mean
+from equipoise.registry import MissingPackage, Trust, UntrustedName
 
 if TYPE_CHECKING:
-    from equipoise.lab.recipes.recipe import Source
+    from equipoise.lab.results.certify import Certified
     from equipoise.lab.runs.folder import Run
     from equipoise.lab.runs.machine import Machine
 
@@ -29,12 +30,13 @@ DEFAULT_RECIPE = "core/digits"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a misspelt word with the nearest one it knows."""
+    """A parser that answers a misspelled word with the nearest one it knows."""
 
     def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
-            known = [word.strip("' ") for word in found[2].split(",")]
-            message = f"there is no {found[1]!r};{hint(found[1], known)} known: {', '.join(known)}."
+        if match := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
+            known = [word.strip("' ") for word in match[2].split(",")]
+            nearest = did_you_mean(match[1], known, cutoff=0.65)
+            message = f"there is no {match[1]!r}; {nearest}known: {', '.join(known)}."
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
@@ -42,249 +44,84 @@ class Parser(argparse.ArgumentParser):
         return [option for option in self._option_string_actions if option.startswith("--")]
 
 
-def hint(word: str, known: Sequence[str]) -> str:
-    bare = {option.lstrip("-"): option for option in known}  # dashes are no likeness
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.65)
-    return f" did you mean {bare[near[0]]!r}?" if near else ""
+# Commands and their arguments
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # of a command, as add_argument takes it
+Command = Callable[[argparse.Namespace], int | None]
+COMMANDS: dict[str, tuple[Command, str, tuple[Argument, ...]]] = {}
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    return names, options
+
+
+def path(*names: str, **options: Any) -> Argument:
+    return names, {"type": Path, **options}
+
+
+def command(example: str, *arguments: Argument) -> Callable[[Command], Command]:
+    """Make a function the command of its name, where "data_list" is "data list"; its docstring is the help."""
+
+    def register(function: Command) -> Command:
+        COMMANDS[function.__name__.replace("_", " ")] = (function, example, arguments)
+        return function
+
+    return register
 
 
 def parser() -> Parser:
-    """The whole command line; every command has an example."""
+    """Return the parser of the whole command line."""
     top = Parser(
         prog="equipoise",
-        description="Train, look at and reproduce equilibrium networks.",
+        description="Train, evaluate and reproduce equilibrium networks.",
         epilog="Example: equipoise train core/digits && equipoise report runs/core-digits-001",
     )
     top.add_argument("--version", action="version", version=f"equipoise {equipoise.__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
-
-    def command(
-        name: str, run: Callable[[Any], int | None], about: str, example: str, parent: Any = commands
-    ) -> Parser:
-        made = parent.add_parser(name, help=about, description=about, epilog=f"Example: {example}")
-        made.set_defaults(run=run, parser=made)
-        made.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
-        return made
-
-    def recipe_arguments(made: Parser, what: str, default: str | None = None) -> None:
-        made.add_argument(
-            "recipe",
-            metavar=what,
-            nargs="?" if default else None,
-            default=default,
-            help="see `equipoise recipes`; or a .toml file, which may name modules of its own and so run any code: use "
-            "only one that you trust" + (f" (default: {default})" if default else ""),
-        )
-        made.add_argument(
-            "changes",
-            metavar="key=value",
-            nargs="*",
-            default=[],  # without it argparse calls them required
-            help="changes of the recipe, such as optimizer.lr=0.01",
-        )
-        made.add_argument(
-            "--budget",
-            help="how much to spend: smoke (seconds), small (a few epochs), paper (as is; the default)",
-        )
-        made.add_argument(
-            "--runs",
-            type=Path,
-            default=Path("runs"),
-            metavar="DIR",
-            help="where the run's folder is made (default: runs)",
-        )
-
-    def data_argument(made: Parser) -> None:
-        made.add_argument(
-            "--data",
-            type=Path,
-            action="append",
-            default=[],
-            metavar="DIR",
-            help="look for data here first; may be given several times",
-        )
-
-    def trust_argument(made: Parser) -> None:
-        made.add_argument(
-            "--trust",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="let the files that are opened name code of this module, which importing it runs; without it they run "
-            "none but the package's. May be given several times",
-        )
-
-    def machine_arguments(made: Parser, data: bool = True) -> None:
-        if data:
-            data_argument(made)
-        made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-        made.add_argument("--threads", type=int, help="threads of torch on the CPU")
-
-    made = command(
-        "train", train, "Train a recipe.", "equipoise train core/mnist --budget small optimizer.lr=0.005 seeds=3"
-    )
-    recipe_arguments(made, "RECIPE", DEFAULT_RECIPE)
-    made.add_argument("--report", action="store_true", help="write the report when training has ended")
-    machine_arguments(made)
-
-    made = command(
-        "resume", resume, "Continue a run that was stopped, bit for bit.", "equipoise resume runs/core-mnist-001"
-    )
-    made.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, a sweep, a table or a figure")
-    made.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write a figure's picture (default: the folder)"
-    )
-    trust_argument(made)
-    machine_arguments(made)
-
-    made = command(
-        "evaluate",
-        evaluate,
-        "Measure a trained run.",
-        "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
-    )
-    made.add_argument("folder", metavar="RUN", type=Path)
-    trust_argument(made)
-    made.add_argument(
-        "changes",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="options of the task, such as radius=0.1, or of --certify",
-    )
-    made.add_argument("--task", help="measure under another task than the run's own")
-    made.add_argument(
-        "--certify",
-        action="store_true",
-        help="prove how far images can be changed with the answer staying the same, and attack them (monDEQ); options: "
-        "samples=200 steps=20 radii=[0.1,0.5] of the attacks, relative=1e-6 of the solves",
-    )
-    made.add_argument("--split", choices=("train", "val", "test"), default="test")
-    made.add_argument("--weights", choices=("best", "last"), default="best")
-    made.add_argument("--limit", type=int, help="only so many samples, from all over the split")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file, too")
-    machine_arguments(made)
-
-    made = command(
-        "predict", predict, "Say what a trained run makes of images.", "equipoise predict runs/core-mnist-001 seven.png"
-    )
-    made.add_argument("folder", metavar="RUN", type=Path)
-    trust_argument(made)
-    made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
-    made.add_argument("--weights", choices=("best", "last"), default="best")
-    made.add_argument("--json", action="store_true", help="print one line of JSON per image")
-    machine_arguments(made, data=False)
-
-    made = command(
-        "segment",
-        segment,
-        "Say what a trained run sees where in images of any size.",
-        "equipoise segment runs/mdeq-camvid-small-001 street.png -o seen.png",
-    )
-    made.add_argument("folder", metavar="RUN", type=Path)
-    trust_argument(made)
-    made.add_argument("images", metavar="IMAGE", type=Path, nargs="+")
-    made.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        metavar="OUT",
-        help="the picture's file (.png), or a folder (default: IMAGE-segmented.png in the current folder); the class "
-        "number of each pixel is written beside it, as OUT-classes.png",
-    )
-    made.add_argument(
-        "--window",
-        type=int,
-        nargs=2,
-        metavar=("HEIGHT", "WIDTH"),
-        help="go over an image in overlapping windows of this size (default: as in the run's evaluation)",
-    )
-    made.add_argument("--weights", choices=("best", "last"), default="best")
-    machine_arguments(made, data=False)
-
-    made = command(
-        "report",
-        report,
-        "Write a page with curves, pictures and numbers of one or several runs.",
-        "equipoise report runs/core-digits-001 runs/core-digits-002",
-    )
-    made.add_argument("folders", metavar="RUN", type=Path, nargs="+")
-    trust_argument(made)
-    made.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it (default: report.html in the first run's folder)"
-    )
-    machine_arguments(made)
-
-    made = command(
-        "reproduce",
-        reproduce,
-        "Train every row of a published table and print paper beside measured.",
-        "equipoise reproduce core/table --budget small",
-    )
-    recipe_arguments(made, "TABLE")
-    machine_arguments(made)
-
-    made = command(
-        "figure",
-        figure,
-        "Draw a published figure, training what it needs.",
-        "equipoise figure core/convergence --budget small",
-    )
-    recipe_arguments(made, "FIGURE")
-    made.add_argument(
-        "--run",
-        dest="trained",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="a trained run to draw from, in the order of the figure's recipes",
-    )
-    trust_argument(made)
-    made.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where to write the picture (default: in the folder of the figure, or of the first --run)",
-    )
-    machine_arguments(made)
-
-    made = command(
-        "recipes", recipes, "List recipes, tables and figures, or print one.", "equipoise recipes core/digits"
-    )
-    made.add_argument("recipe", metavar="RECIPE", nargs="?")
-
-    made = command("runs", runs, "List runs.", "equipoise runs")
-    made.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("runs"))
-
-    data = command("data", lambda _: None, "List, get and check data sets.", "equipoise data get mnist")
-    actions = data.add_subparsers(metavar="ACTION", dest="action", required=True, parser_class=Parser)
-    made = command("list", data_list, "List data sets and where they were found.", "equipoise data list", actions)
-    data_argument(made)
-    made = command("get", data_get, "Download a data set, check it, unpack it.", "equipoise data get mnist", actions)
-    made.add_argument("name", metavar="NAME")
-    made.add_argument("--to", type=Path, metavar="DIR", help="where to keep it (default: the cache folder)")
-    made = command(
-        "check",
-        data_check,
-        "Compare files with their published checksums and read them.",
-        "equipoise data check mnist",
-        actions,
-    )
-    made.add_argument("name", metavar="NAME", nargs="?", help="default: every set that is found")
-    data_argument(made)
-
-    made = command("doctor", doctor, "Check installation, devices, data and a short solve.", "equipoise doctor")
-    data_argument(made)
+    parents = {"": top.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)}
+    for name, (function, example, arguments) in COMMANDS.items():
+        (parent, _, word), about = name.rpartition(" "), function.__doc__
+        made = parents[parent].add_parser(word, help=about, description=about, epilog=f"Example: {example}")
+        made.set_defaults(run=function, parser=made)
+        for names, options in arguments:
+            made.add_argument(*names, **options)
+        made.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+        if name == "data":
+            parents[name] = made.add_subparsers(metavar="ACTION", dest="action", required=True, parser_class=Parser)
     return top
 
 
+ANY_RECIPE = "name as in `equipoise recipes`, or a .toml file, which may run any code: use only one that you trust"
+RUN = (
+    path("folder", metavar="RUN", help="folder of a run"),
+    argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),
+)
+IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
+CHANGES = (
+    argument("changes", metavar="key=value", nargs="*", default=[], help="changes to the recipe: optimizer.lr=0.01"),
+    argument("--budget", help="smoke (seconds), small (a few epochs) or paper (the recipe as written; the default)"),
+    path("--runs", default=Path("runs"), metavar="DIR", help="folder for new runs (default: runs)"),
+)
+TRUST = argument(
+    "--trust",
+    action="append",
+    default=[],
+    metavar="MODULE",
+    help="let opened files name code of this module, which importing it runs; without it they run only the package's "
+    "own code. Can be repeated",
+)
+DATA = path("--data", action="append", default=[], metavar="DIR", help="folder to search for data first; repeatable")
+MACHINE = (
+    argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if available)"),
+    argument("--threads", type=int, help="number of CPU threads for torch"),
+)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code. Mistakes of the user get a sentence, not a traceback."""
-    imports_are_done()
-    top = parser()
-    arguments, rest = top.parse_known_args(words)
-    if hasattr(arguments, "changes"):  # argparse takes no more of a list once an option has come between
+    """Run a command and return its exit code. Mistakes of the user get a sentence, not a traceback."""
+    if signal.getsignal(signal.SIGINT) is end_quietly:  # imports are done
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    arguments, rest = parser().parse_known_args(words)
+    if hasattr(arguments, "changes"):  # argparse ends a list at the first option
         more = [word for word in rest if re.match(r"[\w.-]+=", word) and not word.startswith("-")]
         arguments.changes = [*arguments.changes, *more]
         rest = [word for word in rest if word not in more]
@@ -308,42 +145,46 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
         if arguments.traceback or is_a_defect(error):
             raise
-        print(f"equipoise: {printable_text(sentence(error))}", file=sys.stderr)
+        sentence = str(error)
+        if isinstance(error, ModuleNotFoundError) and not isinstance(error, MissingPackage):
+            package = (error.name or "").partition(".")[0]
+            sentence = f"the package {package!r} is not installed: pip install 'equipoise[lab]'."
+        print(f"equipoise: {printable_text(sentence)}", file=sys.stderr)
         return 2
 
 
-def no_such_argument(arguments: Any, words: Sequence[str]) -> str:
-    """A sentence for words that no command has; for ``--epochs 3``, with the change of the recipe that is meant."""
+def no_such_argument(arguments: argparse.Namespace, words: Sequence[str]) -> str:
+    """Return the message for unknown arguments; for ``--epochs 3``, it has the change of the recipe that is meant."""
     options: list[str] = arguments.parser.options()
     word, equals, value = words[0].partition("=")
     if not equals and len(words) > 1 and not words[1].startswith("-"):
         value = words[1]
-    near = hint(word, options)
-    if word.startswith("--") and not near and (keys := meant_keys(arguments, word.lstrip("-").replace("-", "_"))):
-        either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-        return f"there is no argument {words[0]!r}; a recipe is changed by key=value: {either}."
-    if word.startswith("--") and not near and hasattr(arguments, "changes") and not hasattr(arguments, "recipe"):
-        change = f"{word.lstrip('-').replace('-', '_')}={value or 'VALUE'}"
-        return f"there is no argument {words[0]!r}; an option of the task is given as key=value: {change}."
-    return f"there is no argument {words[0]!r};{near} options: {', '.join(options)}."
+    key, nearest = word.lstrip("-").replace("-", "_"), did_you_mean(word, options, cutoff=0.65)
+    if word.startswith("--") and not nearest and hasattr(arguments, "changes"):
+        if not hasattr(arguments, "recipe"):
+            return (
+                f"there is no argument {words[0]!r}; give options of the task as key=value: {key}={value or 'VALUE'}."
+            )
+        if keys := meant_keys(arguments.recipe, key):
+            either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+            return f"there is no argument {words[0]!r}; change a recipe with key=value: {either}."
+    return f"there is no argument {words[0]!r}; {nearest}options: {', '.join(options)}."
 
 
-def meant_keys(arguments: Any, word: str) -> list[str]:
-    """Return the full keys of the recipe that end in a word; empty if the command takes no recipe or no key does."""
-    from equipoise.lab.recipes.recipe import RecipeError, full_keys, open_recipe
+def meant_keys(name: str, word: str) -> list[str]:
+    """Return the full keys of a recipe, or of the first recipe of a table or figure, that end in a word."""
+    from equipoise.lab.recipes.reading import RecipeError, full_keys, open_recipe
 
-    if not hasattr(arguments, "recipe") or not hasattr(arguments, "changes"):
-        return []
     try:
-        tables = open_recipe(arguments.recipe).tables
-        inside = [*(row["recipe"] for row in tables.get("rows", [])), *tables.get("recipes", [])]  # of table or figure
+        tables = open_recipe(name).tables
+        inside = [*(row["recipe"] for row in tables.get("rows", [])), *tables.get("recipes", [])]
         return full_keys(word, open_recipe(inside[0].split()[0]).tables if inside else tables)
     except (RecipeError, AttributeError, KeyError, IndexError, TypeError):
         return full_keys(word, {})
 
 
 def is_a_defect(error: Exception) -> bool:
-    """Whether an error says nothing to a person: a traceback then helps more."""
+    """Return whether the message of an error would not help a user, so that a traceback is better."""
     from equipoise.solution import ConvergenceError
 
     if isinstance(error, KeyError | IndexError | UnicodeDecodeError):
@@ -352,14 +193,7 @@ def is_a_defect(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and not ours and not isinstance(error, NotImplementedError)
 
 
-def sentence(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and not isinstance(error, MissingPackage):
-        package = (error.name or "").partition(".")[0]
-        return f"the package {package!r} is not installed: pip install 'equipoise[lab]'."
-    return str(error)
-
-
-def machine_of(arguments: Any) -> Any:
+def machine_of(arguments: argparse.Namespace) -> AbstractContextManager[Machine]:
     from equipoise.lab.runs.machine import this_machine
 
     return this_machine(arguments.device, arguments.threads)
@@ -368,42 +202,65 @@ def machine_of(arguments: Any) -> Any:
 # Training
 
 
-def train(arguments: Any) -> int:
-    from equipoise.lab.recipes import recipe as lab_recipes
+@command(
+    "equipoise train core/mnist --budget small optimizer.lr=0.005 seeds=3",
+    argument(
+        "recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=f"{ANY_RECIPE} (default: %(default)s)"
+    ),
+    *(*CHANGES, DATA, *MACHINE),
+    argument("--report", action="store_true", help="write a report at the end of training"),
+)
+def train(arguments: argparse.Namespace) -> int:
+    """Train a recipe."""
     from equipoise.lab.recipes.build import check
-    from equipoise.lab.results.reproduce import shrunk
-    from equipoise.lab.results.sweeps import train_recipe
+    from equipoise.lab.recipes.reading import budget_changes, open_recipe
+    from equipoise.lab.recipes.schema import Recipe
+    from equipoise.lab.training.sweeps import train_recipe
 
     if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
         arguments.changes = [arguments.recipe, *arguments.changes]
         arguments.recipe = DEFAULT_RECIPE
-    require_recipe(lab_recipes.open_recipe(arguments.recipe), arguments.recipe)  # before a budget that it has not
-    source = lab_recipes.open_recipe(arguments.recipe, arguments.budget, arguments.changes)
+    source = open_recipe(arguments.recipe, arguments.budget, arguments.changes, kind=Recipe)
     check(source)
     if arguments.report:
-        import equipoise.lab.results.report  # noqa: F401  (a package that it misses shows now, not after training)
+        import equipoise.lab.results.report  # noqa: F401  (a missing package shows now, not after training)
     with machine_of(arguments) as machine:
         if source.budgeted and machine.leads:
-            print(f"{'budget ' + arguments.budget:<18}{shrunk([source])}", flush=True)
-        return to_the_end(
-            machine,
-            lambda: train_recipe(source, arguments.runs, machine, arguments.data, report=arguments.report),
-        )
+            print(f"{'budget ' + arguments.budget:<18}{budget_changes([source])}", flush=True)
+        write = partial(print_report, machine, arguments.data) if arguments.report else None
+        return to_the_end(machine, lambda: train_recipe(source, arguments.runs, machine, arguments.data, write))
 
 
-def require_recipe(source: Source, name: str) -> None:
-    from equipoise.lab.recipes.recipe import FigureSpec, RecipeError, Table, kind_of
+@command(
+    "equipoise resume runs/core-mnist-001",
+    path("folder", metavar="RUN", help="folder of a run, a sweep, a table or a figure"),
+    path("--out", metavar="FILE", help="file for a figure's picture (default: in the folder)"),
+    *(TRUST, DATA, *MACHINE),
+)
+def resume(arguments: argparse.Namespace) -> int:
+    """Continue a stopped run, bit for bit."""
+    from equipoise.lab.training.sweeps import resume_folder, threads_of
 
-    verb = {Table: "reproduce", FigureSpec: "figure"}.get(kind_of(source))
-    if verb:
-        raise RecipeError(
-            f"{name} is a {'table' if verb == 'reproduce' else 'figure'}, not a recipe: equipoise {verb} {name}."
-        )
+    folder, proceed = arguments.folder, resume_folder
+    if (folder / "result.json").is_file():  # of a run, or of a sweep
+        print(f"{printable(folder)} is finished, so there is nothing to continue; its result:")
+    arguments.threads = arguments.threads or threads_of(folder)
+    if (folder / "reproduce.json").exists():
+        from equipoise.lab.results.reproduce import continue_table as proceed
+    elif (folder / "figure.json").exists():
+        from equipoise.lab.results.reproduce import continue_figure
+
+        proceed = partial(continue_figure, out=arguments.out)
+    if arguments.out is not None and not isinstance(proceed, partial):
+        raise ValueError(f"--out is the file of a figure's picture, and {folder} is not the folder of a figure.")
+    trust = Trust.of(arguments.trust)
+    with machine_of(arguments) as machine:
+        return to_the_end(machine, lambda: proceed(folder, machine, arguments.data, trust=trust))
 
 
 def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
-    """Run training; when it is asked to stop, say how to go on."""
-    from equipoise.lab.results.sweeps import Stopped
+    """Run training; if it is stopped, print the command that continues it."""
+    from equipoise.lab.training.trainer import Stopped
 
     try:
         work()
@@ -414,129 +271,151 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
     return 0
 
 
-def resume(arguments: Any) -> int:
-    from equipoise.lab.results.reproduce import continue_figure, continue_table
-    from equipoise.lab.results.sweeps import resume_folder, threads_of
+@command(
+    "equipoise reproduce core/table --budget small",
+    *(argument("recipe", metavar="TABLE", help=ANY_RECIPE), *CHANGES, DATA, *MACHINE),
+)
+def reproduce(arguments: argparse.Namespace) -> int:
+    """Train every row of a published table, and print published and measured numbers."""
+    from equipoise.lab.results.reproduce import reproduce_table
 
-    if (arguments.folder / "result.json").is_file():  # of a run, or of a sweep
-        print(f"{printable(arguments.folder)} is finished, so that there is nothing to continue; its result:")
-    arguments.threads = arguments.threads or threads_of(arguments.folder)
-    begun: dict[str, Callable[..., object]] = {
-        "reproduce.json": continue_table,
-        "figure.json": partial(continue_figure, out=arguments.out),
-    }
-    found = next((name for name in begun if (arguments.folder / name).exists()), None)
-    if arguments.out is not None and found != "figure.json":
-        raise ValueError(
-            f"--out is where a figure's picture goes, and {arguments.folder} is not the folder of a figure."
-        )
-    go_on, trust = begun[found] if found else resume_folder, Trust.of(arguments.trust)
+    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.runs)
     with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: go_on(arguments.folder, machine, arguments.data, trust=trust))
+        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data))
 
 
-# Looking
+@command(
+    "equipoise figure core/convergence --budget small",
+    *(argument("recipe", metavar="FIGURE", help=ANY_RECIPE), *CHANGES, TRUST, DATA, *MACHINE),
+    path(
+        "--run", dest="trained", action="append", default=[], metavar="RUN", help="trained run to draw from, in order"
+    ),
+    path("--out", metavar="FILE", help="file for the picture (default: in the folder of the figure or first --run)"),
+)
+def figure(arguments: argparse.Namespace) -> int:
+    """Draw a published figure, training what it needs."""
+    from equipoise.lab.results.reproduce import draw_figure
 
-
-def evaluate(arguments: Any) -> int:
-    from equipoise.lab.files import write_json
-    from equipoise.lab.results.trained import evaluate_run
-
-    if arguments.certify:
-        return certify(arguments)
+    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.trained, arguments.runs)
+    trust = Trust.of(arguments.trust)
     with machine_of(arguments) as machine:
-        found = evaluate_run(
-            open_run(arguments),
-            machine,
-            arguments.data,
-            split=arguments.split,
-            weights=arguments.weights,
-            task=arguments.task,
-            changes=arguments.changes,
-            limit=arguments.limit,
-        )
-        if machine.leads:
-            print_numbers(found.metrics)
-            print_solver(found.solver)
-            if arguments.json:
-                write_json(arguments.json, found.record())
-    return 0
+        return to_the_end(machine, lambda: draw_figure(*request, machine, arguments.data, arguments.out, trust))
 
 
-def certify(arguments: Any) -> int:
+# Using a trained run
+
+
+@command(
+    "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
+    *(*RUN, TRUST),
+    argument(
+        "changes", metavar="key=value", nargs="*", default=[], help="options of the task: radius=0.1; or of --certify"
+    ),
+    argument("--task", help="task to evaluate on (default: the run's own)"),
+    argument(
+        "--certify",
+        action="store_true",
+        help="compute certified radii, within which the class of an image cannot change, and attack the images "
+        "(monDEQ); options: samples=200 steps=20 radii=[0.1,0.5] for the attacks, relative=1e-6 for the solves",
+    ),
+    argument("--split", choices=("train", "val", "test"), default="test", help="split to evaluate on (default: test)"),
+    argument("--limit", type=int, help="number of samples, spread over the split (default: all)"),
+    path("--json", metavar="FILE", help="also write the numbers to a file"),
+    *(DATA, *MACHINE),
+)
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate a trained run."""
     from equipoise.lab.files import write_json
-    from equipoise.lab.results.certify import certify_run
 
-    if arguments.task:
-        raise ValueError("--certify and --task exclude each other: what is certified is classification.")
+    if arguments.certify and arguments.task:
+        raise ValueError("--certify and --task exclude each other: only classification is certified.")
     run = open_run(arguments)
+    options = {name: getattr(arguments, name) for name in ("split", "weights", "changes", "limit")}
     with machine_of(arguments) as machine:
-        found = certify_run(
-            run,
-            machine,
-            arguments.data,
-            split=arguments.split,
-            weights=arguments.weights,
-            changes=arguments.changes,
-            limit=arguments.limit,
-        )
-    print(found.certificate)
-    print_numbers({"accuracy": found.accuracy, "median radius": found.median_radius})
-    attacks = found.attacks()
-    radii = sorted({0.0, found.largest, *(entry.radius for entry in found.attacked)})
+        if arguments.certify:
+            from equipoise.lab.results.certify import certify_run
+
+            certified = certify_run(run, machine, arguments.data, **options)
+            record, code = certified.record(), 1 if certified.violations else 0
+            print_certified(certified, run)
+        else:
+            from equipoise.lab.results.trained import evaluate_run
+
+            evaluation = evaluate_run(run, machine, arguments.data, task=arguments.task, **options)
+            record, code = evaluation.record(), 0
+            if machine.leads:
+                print_numbers(evaluation.metrics)
+                print_solver(evaluation.solver)
+        if arguments.json and machine.leads:
+            write_json(arguments.json, record)
+    return code
+
+
+def print_certified(certified: Certified, run: Run) -> None:
+    print(certified.certificate)
+    print_numbers({"accuracy": certified.accuracy, "median radius": certified.median_radius})
+    attacks = certified.attacks()
+    radii = sorted({0.0, certified.largest, *(entry.radius for entry in certified.attacked)})
     under = [{entry.radius: f"{entry.accuracy:.2%}" for entry in entries} for entries in attacks.values()]
-    rows = [(f"{r:.3g}", f"{found.accuracy_at(r):.2%}", *(column.get(r, "") for column in under)) for r in radii]
+    rows = [(f"{r:.3g}", f"{certified.accuracy_at(r):.2%}", *(column.get(r, "") for column in under)) for r in radii]
     print_table(("radius", "certified", *(f"under {name}" for name in attacks)), rows)
     if attacks:
-        print(f"violations        {found.violations} of {found.inside} attacks inside a certified radius succeeded")
+        count = f"{certified.violations} of {certified.inside}"
+        print(f"violations        {count} attacks inside a certified radius succeeded")
     print(f"written           {run.folder / 'certified.json'}, {run.folder / 'certified.png'}")
-    if arguments.json:
-        write_json(arguments.json, found.record())
-    return 1 if found.violations else 0
 
 
-def print_numbers(metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        print(f"{name:<18}{value:.2%}" if "accuracy" in name else f"{name:<18}{value:.4g}")
-
-
-def print_solver(solver: dict[str, Any]) -> None:
-    for direction, numbers in solver.items():
-        steps, residual = numbers["steps"], numbers["residual"]
-        print(
-            f"{direction + ' solves':<18}{1 - numbers['failed']:.2%} of {numbers['samples']} converged; "
-            f"steps median {steps['median']}, most {steps['most']}; "
-            f"residual median {residual['median']:.1e}, worst {residual['worst']:.1e}"
-        )
-
-
-def predict(arguments: Any) -> int:
+@command(
+    "equipoise predict runs/core-mnist-001 seven.png",
+    *(*RUN, TRUST, IMAGES, *MACHINE),
+    argument("--json", action="store_true", help="print one line of JSON per image"),
+)
+def predict(arguments: argparse.Namespace) -> int:
+    """Classify images with a trained run."""
     from equipoise.lab.results.predict import predict_images
+
+    def shown(value: Any) -> str:
+        if isinstance(value, dict):
+            return "(" + ", ".join(f"{name} {shown(entry)}" for name, entry in value.items()) + ")"
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
 
     code = 0
     with machine_of(arguments) as machine:
         if not machine.leads:
             return code
-        for found in predict_images(open_run(arguments), arguments.images, machine, arguments.weights):
-            if found.answer is None:
+        for prediction in predict_images(open_run(arguments), arguments.images, machine, arguments.weights):
+            if prediction.answer is None:
                 code = 2
             elif arguments.json:
-                print(json.dumps({"image": str(found.image), **found.answer}), flush=True)
+                print(json.dumps({"image": str(prediction.image), **prediction.answer}), flush=True)
             else:
-                answer = ", ".join(f"{name} {shown(value)}" for name, value in found.answer.items())
-                print(f"{printable(found.image)}: {answer}", flush=True)
-            if found.note:
-                print(f"{'note' if found.answer else 'equipoise'}: {printable_text(found.note)}", file=sys.stderr)
+                answer = ", ".join(f"{name} {shown(value)}" for name, value in prediction.answer.items())
+                print(f"{printable(prediction.image)}: {answer}", flush=True)
+            if prediction.note:
+                label = "note" if prediction.answer else "equipoise"
+                print(f"{label}: {printable_text(prediction.note)}", file=sys.stderr)
     return code
 
 
-def shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "(" + ", ".join(f"{name} {shown(entry)}" for name, entry in value.items()) + ")"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def segment(arguments: Any) -> None:
+@command(
+    "equipoise segment runs/mdeq-camvid-small-001 street.png -o seen.png",
+    *(*RUN, TRUST, IMAGES, *MACHINE),
+    path(
+        *("-o", "--out"),
+        metavar="OUT",
+        help="picture to write (.png), or folder (default: IMAGE-segmented.png in the current folder); the class of "
+        "each pixel is written beside it, as OUT-classes.png",
+    ),
+    argument(
+        "--window",
+        type=int,
+        nargs=2,
+        metavar=("HEIGHT", "WIDTH"),
+        help="process an image in overlapping windows of this size (default: as in the run's evaluation)",
+    ),
+)
+def segment(arguments: argparse.Namespace) -> None:
+    """Segment images of any size with a trained run."""
     from equipoise.lab.results.segment import segment_images
 
     with machine_of(arguments) as machine:
@@ -551,63 +430,64 @@ def segment(arguments: Any) -> None:
             print_table(("class", "share"), [(name, f"{share:.2%}") for name, share in segmented.shares.items()])
 
 
-def report(arguments: Any) -> None:
+@command(
+    "equipoise report runs/core-digits-001 runs/core-digits-002",
+    path("folders", metavar="RUN", nargs="+", help="folder of a run or sweep"),
+    path("--out", metavar="FILE", help="file to write (default: report.html in the folder of the first run)"),
+    *(TRUST, DATA, *MACHINE),
+)
+def report(arguments: argparse.Namespace) -> None:
+    """Write a page with curves, pictures and numbers of one or several runs."""
+    folders: list[Path] = []
+    for folder in arguments.folders:
+        folders += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
+    with machine_of(arguments) as machine:
+        print_report(machine, arguments.data, [open_run(arguments, folder) for folder in folders], arguments.out)
+
+
+def print_report(machine: Machine, folders: Sequence[Path], runs: list[Run], out: Path | None) -> None:
     from equipoise.lab.results.report import write_report
 
-    with machine_of(arguments) as machine:
-        runs = [open_run(arguments, folder) for folder in run_folders(arguments.folders)]
-        path = write_report(runs, machine, arguments.data, arguments.out)
-        if machine.leads:
-            print(f"report            {printable(path)}")
+    path = write_report(runs, machine, folders, out)
+    if machine.leads:
+        print(f"report            {printable(path)}")
 
 
-def run_folders(folders: list[Path]) -> list[Path]:
-    """Sweeps stand for their runs."""
-    found: list[Path] = []
-    for folder in folders:
-        found += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
-    return found
-
-
-def open_run(arguments: Any, folder: Path | None = None) -> Run:
+def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
     from equipoise.lab.runs import folder as lab_runs
 
     return lab_runs.open_run(folder or arguments.folder, arguments.trust)
 
 
-def reproduce(arguments: Any) -> int:
-    from equipoise.lab.results.reproduce import reproduce_table
+def print_numbers(metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        print(f"{name:<18}{format_metric(name, value)}")
 
-    with machine_of(arguments) as machine:
-        return to_the_end(
-            machine,
-            lambda: reproduce_table(
-                arguments.recipe, arguments.budget, arguments.changes, arguments.runs, machine, arguments.data
-            ),
+
+def print_solver(solver: dict[str, Any]) -> None:
+    for direction, numbers in solver.items():
+        steps, residual = numbers["steps"], numbers["residual"]
+        print(
+            f"{direction + ' solves':<18}{1 - numbers['failed']:.2%} of {numbers['samples']} converged; "
+            f"steps median {steps['median']}, most {steps['most']}; "
+            f"residual median {residual['median']:.1e}, worst {residual['worst']:.1e}"
         )
 
 
-def figure(arguments: Any) -> int:
-    from equipoise.lab.results.reproduce import draw_figure
-
-    with machine_of(arguments) as machine:
-        return to_the_end(
-            machine,
-            lambda: draw_figure(
-                arguments.recipe,
-                arguments.budget,
-                arguments.changes,
-                arguments.trained,
-                arguments.runs,
-                machine,
-                arguments.data,
-                arguments.out,
-                Trust.of(arguments.trust),
-            ),
-        )
+def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows in columns as wide as their content."""
+    lines = [[printable(cell) for cell in row] for row in [heading, *rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def recipes(arguments: Any) -> None:
+# Lists
+
+
+@command("equipoise recipes core/digits", argument("recipe", metavar="RECIPE", nargs="?", help="recipe to print"))
+def recipes(arguments: argparse.Namespace) -> None:
+    """List recipes, tables and figures, or print one."""
     from equipoise.lab.results.overview import recipe_rows, recipe_text
 
     if arguments.recipe:
@@ -616,20 +496,25 @@ def recipes(arguments: Any) -> None:
         print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
 
 
-def runs(arguments: Any) -> None:
+@command("equipoise runs", path("folder", metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"))
+def runs(arguments: argparse.Namespace) -> None:
+    """List runs."""
     from equipoise.lab.results.overview import run_rows
 
-    rows = run_rows(arguments.folder)
-    if rows:
+    if rows := run_rows(arguments.folder):
         print_table(("run", "recipe", "status", "epochs", "validation", "test", "time"), rows)
     else:
-        print(f"no runs in {arguments.folder}; `equipoise train` makes one.")
+        print(f"no runs in {arguments.folder}; `equipoise train` creates one.")
 
 
-# Data
+@command("equipoise data get mnist")
+def data(_: argparse.Namespace) -> None:
+    """List, download and check data sets."""  # never called, since an action is required
 
 
-def data_list(arguments: Any) -> None:
+@command("equipoise data list", DATA)
+def data_list(arguments: argparse.Namespace) -> None:
+    """List data sets and where they were found."""
     from equipoise.lab.results.overview import data_rows
 
     rows, hints = data_rows(arguments.data)
@@ -638,14 +523,25 @@ def data_list(arguments: Any) -> None:
         print(f"\nto get {name}: {how}")
 
 
-def data_get(arguments: Any) -> None:
+@command(
+    "equipoise data get mnist",
+    argument("name", metavar="NAME", help="name of the data set"),
+    path("--to", metavar="DIR", help="folder to keep it in (default: the cache folder)"),
+)
+def data_get(arguments: argparse.Namespace) -> None:
+    """Download, check and unpack a data set."""
     from equipoise.lab.results.overview import get_data
 
     for path in get_data(arguments.name, arguments.to):
         print(printable(path))
 
 
-def data_check(arguments: Any) -> int:
+@command(
+    "equipoise data check mnist",
+    *(argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are found)"), DATA),
+)
+def data_check(arguments: argparse.Namespace) -> int:
+    """Compare files with their published checksums, and read them."""
     from equipoise.lab.results.overview import check_rows
 
     rows, sound = check_rows(arguments.name, arguments.data)
@@ -653,15 +549,9 @@ def data_check(arguments: Any) -> int:
     return 0 if sound else 1
 
 
-def doctor(arguments: Any) -> int:
+@command("equipoise doctor", DATA)
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check installation, devices, data and a short solve."""
     from equipoise.lab.runs.doctor import examine
 
     return 0 if examine(arguments.data) else 1
-
-
-def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Columns as wide as what stands in them."""
-    lines = [[printable(cell) for cell in row] for row in [heading, *rows]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""Why a solve failed, which solver suits, whether gradients are right: questions answered in words and tables."""
+"""Explain why a solve failed, compare solvers, and check gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
-from equipoise.gradients.paths import named_sources
-from equipoise.gradients.rules import GradientRule
-from equipoise.problem.captures import Substituted
-from equipoise.problem.function import FunctionProblem
-from equipoise.problem.independence import other_than
-from equipoise.problem.layout import leaves, rebuild
-from equipoise.solution import Result, Solution
+from equipoise.gradients import GradientRule
+from equipoise.options import require_number
+from equipoise.problem.captures import Substituted, named_sources, other_than
+from equipoise.problem.layout import leaves, rebuild, residual_at
+from equipoise.problem.problem import FunctionProblem
+from equipoise.solution import Result, Solution, tally
 from equipoise.solvers import Anderson, Broyden, NewtonKrylov, Picard, Solver
 from equipoise.stability import spectral_radius
-from equipoise.tolerance import Tolerance, residual_at
+from equipoise.tolerance import Tolerance
 
-LONG = Tolerance(max_steps=200)
-LOOKED_AT = 8  # failed samples examined closely; the Jacobian is probed for each
+EXAMINED = 8  # failed samples examined closely; the Jacobian is probed for each
 
 
 @dataclass
 class Diagnosis:
-    """Findings in words, most telling first, and the spectral radii found at the samples looked at."""
+    """Findings in words, most important first, and the spectral radii at the samples examined."""
 
     findings: list[str]
     samples: Tensor
@@ -41,10 +39,10 @@ class Diagnosis:
 
 
 def diagnose(solution: Solution) -> Diagnosis:
-    """Say in words why samples of a solve failed, or how comfortable the solve was.
+    """Explain in words why samples of a solve failed, or how much margin a successful solve had.
 
     Args:
-        solution: what :func:`equipoise.fixed_point` returned (not one that was pickled).
+        solution: the object that :func:`equipoise.fixed_point` returned, not an unpickled copy.
 
     Example:
         >>> print(eq.diagnose(sol))
@@ -53,141 +51,119 @@ def diagnose(solution: Solution) -> Diagnosis:
     """
     solved = solution.solved
     if solved is None or not isinstance(solved.problem, FunctionProblem):
-        raise ValueError("this Solution no longer knows its f (it was copied or pickled); diagnose the original.")
-    problem, stats = solved.problem, solution.stats
+        raise ValueError(
+            "this Solution no longer holds its f, because it was pickled or copied: diagnose the original."
+        )
+    problem, tolerance, stats = solved.problem, solved.tolerance, solution.stats
+    assert isinstance(tolerance, Tolerance)
     failed = ~stats.converged
-    looked = (failed if bool(failed.any()) else ~failed).nonzero().squeeze(1)[:LOOKED_AT]
-    if problem.coupled:
-        looked = looked[:1]  # there is one problem
+    samples = (failed if bool(failed.any()) else ~failed).nonzero().squeeze(1)[: 1 if problem.coupled else EXAMINED]
     if not len(stats.result):
-        return Diagnosis(["An empty batch: nothing was solved."], looked)
-    counts = {r: n for r, n in stats.counts().items() if r != Result.CONVERGED}
-    if counts:
-        kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
-        findings = [f"{int(failed.sum())} of {failed.numel()} samples failed ({kinds})."]
-        if Result.COUPLED in counts:
+        return Diagnosis(["An empty batch: nothing was solved."], samples)
+    failures = stats.failures()
+    if failures:
+        findings = [f"{int(failed.sum())} of {failed.numel()} samples failed ({tally(failures)})."]
+        if Result.COUPLED in failures:
             findings.append(Result.COUPLED.message)
     else:
         findings = [f"All {failed.numel()} samples converged in {int(stats.steps.max())} steps or fewer."]
 
-    bad = non_finite(problem, looked)
-    if bad:
-        return Diagnosis([*findings, f"Non-finite numbers in {', '.join(bad)}: the solve could not succeed."], looked)
+    if bad := non_finite(problem, samples):
+        return Diagnosis([*findings, f"Non-finite numbers in {', '.join(bad)}: the solve could not succeed."], samples)
 
-    rows = solved.z[looked] if problem.gatherable else solved.z
+    part, rows = (problem.take(samples), solved.z[samples]) if problem.gatherable else (problem, solved.z)
     with torch.no_grad():
-        part = problem.take(looked) if problem.gatherable else problem
-        images = [part(rows) for _ in range(2)]
-    gaps = [residual_at(rows, image) for image in images]
-    if not all(bool(torch.isfinite(gap).all()) for gap in gaps):
+        image, again, elsewhere = part(rows), part(rows), part(other_than(rows))
+    residual = residual_at(rows, image)
+    if not bool((residual.isfinite() & residual_at(rows, again).isfinite()).all()):
         findings.append(
             "f returns NaN or infinity from finite inputs and a finite z: look inside f (division, log, exp, "
             f"overflow of {problem.layout.dtype}); torch.autograd.set_detect_anomaly helps."
         )
-        return Diagnosis(findings, looked)
-    change = float(residual_at(images[1], images[0]).max())
+        return Diagnosis(findings, samples)
+    change = float(residual_at(again, image).max())
     if change > 100 * problem.rounding:
         findings.append(
             f"f is not a function of z: two evaluations at the same z differ by {change:.1e}. Look for dropout (use "
             "equipoise.VariationalDropout), noise or changing state inside f."
         )
-
-    findings += idle(problem, part, rows, images[0], solution)
-    tolerance = solved.tolerance
-    floor = 4 * problem.rounding
-    worst = float(gaps[0].max())
-    rounded = stats.rounded is not None and bool(stats.rounded.any())
-    near = bool(counts) and tolerance.absolute == 0 and tolerance.relative < floor and worst < 100 * floor
-    rounding_reached = rounded or near
-    if rounding_reached:
+    if bool((residual_at(image, elsewhere) <= problem.rounding).all()):
         findings.append(
-            f"The tolerance is below rounding: relative={tolerance.relative:g} is asked for, {problem.layout.dtype} "
-            f"resolves about {floor:.0e}, and {worst:.1e} was reached. Loosen it, or use float64."
+            "The solver does nothing: f does not depend on z at the samples examined, so its fixed point is one "
+            "evaluation of f. Check that f uses its first argument, and that the weights it is multiplied by are not 0."
+        )
+    elif not failures and int(stats.steps.max()) == 1:
+        findings.append(
+            "The solver does nothing: every sample was within the tolerance at z0 already. Tighten the tolerance, or "
+            "start elsewhere to see whether f moves at all."
+        )
+
+    floor, worst = 4 * problem.rounding, float(residual.max())
+    target = max(tolerance.relative, floor)
+    near = bool(failures) and tolerance.absolute == 0 and tolerance.relative < floor and worst < 100 * floor
+    below_rounding = near or (stats.rounded is not None and bool(stats.rounded.any()))
+    if below_rounding:
+        findings.append(
+            f"The tolerance is below rounding error: relative={tolerance.relative:g}, where {problem.layout.dtype} "
+            f"resolves about {floor:.0e}; {worst:.1e} was reached. Loosen it, or use float64."
         )
 
     radius = spectral_radius(part, rows)  # of a coupled problem, the whole batch is one row
-    radius = radius if problem.gatherable or problem.coupled else radius[looked]
+    radius = radius if problem.gatherable or problem.coupled else radius[samples]
     rho = float(radius.max())
+    log_rate = math.log(max(rho, 1e-3))
     if rho >= 1:
         findings.append(
             f"Not contractive: the spectral radius of df/dz at the best iterate is about {rho:.2f}, so plain iteration "
             "moves away from it. Use Broyden or NewtonKrylov, or make f contractive (SpectralNorm, jacobian_penalty, "
             "smaller weights)."
         )
-    elif counts and not rounding_reached:
-        target = max(tolerance.relative, floor)
-        more = math.ceil(math.log(target / worst) / math.log(max(rho, 1e-3))) if worst > target else 0
+    elif failures and not below_rounding:
+        more = math.ceil(math.log(target / worst) / log_rate) if worst > target else 0
         findings.append(
             f"Contractive here but slow: spectral radius about {rho:.3f}, residual {worst:.1e}; plain iteration from "
             f"the best iterate would need about {max(more, 1)} more steps. Raise Tolerance.max_steps (now "
-            f"{tolerance.max_steps}), start nearer (z0), or compare_solvers."
+            f"{tolerance.max_steps}), start closer to the solution (z0), or try compare_solvers."
         )
-    elif not counts:
-        steps = math.ceil(math.log(max(tolerance.relative, floor)) / math.log(max(rho, 1e-3)))
+    elif not failures:
         findings.append(
-            f"Spectral radius about {rho:.3f}: plain iteration would take about {steps} steps; "
-            f"{type(solved.solver).__name__} took {int(stats.steps.max())}."
+            f"Spectral radius about {rho:.3f}: plain iteration would take about "
+            f"{math.ceil(math.log(target) / log_rate)} steps; {type(solved.solver).__name__} took "
+            f"{int(stats.steps.max())}."
         )
-    return Diagnosis(findings, looked, radius)
+    return Diagnosis(findings, samples, radius)
 
 
-def idle(problem: FunctionProblem, part: FunctionProblem, rows: Tensor, image: Tensor, solution: Solution) -> list[str]:
-    """Say so if the solver had nothing to do: f does not depend on z, or every sample was solved where it started."""
-    with torch.no_grad():
-        elsewhere = residual_at(image, part(other_than(rows)))
-    if bool((elsewhere <= problem.rounding).all()):
-        return [
-            "The solver does nothing: f does not depend on z at the samples looked at, so its fixed point is one "
-            "evaluation of f. Check that f uses its first argument, and that the weights it is multiplied by are not 0."
-        ]
-    if bool(solution.converged.all()) and int(solution.stats.steps.max()) == 1:
-        return [
-            "The solver does nothing: every sample was within the tolerance at z0 already. Tighten the tolerance, or "
-            "start elsewhere to see whether f moves at all."
-        ]
-    return []
-
-
-def non_finite(problem: FunctionProblem, rows: Tensor) -> list[str]:
-    """Names of inputs (at these samples) and parameters that hold NaN or infinity."""
-    found = []
-    for i, tree in enumerate(problem.inputs):
-        for name, tensor in leaves(tree, f"inputs[{i}]"):
-            looked = tensor if problem.coupled else tensor[rows]
-            if tensor.is_floating_point() and not bool(torch.isfinite(looked).all()):
-                found.append(name)
+def non_finite(problem: FunctionProblem, samples: Tensor) -> list[str]:
+    """Return the names of inputs (at these samples), parameters and buffers that hold NaN or infinity."""
+    named = [
+        (name, tensor if problem.coupled else tensor[samples])
+        for i, tree in enumerate(problem.inputs)
+        for name, tensor in leaves(tree, f"inputs[{i}]")
+        if tensor.is_floating_point()
+    ]
     if isinstance(problem.f, nn.Module):
-        named = [*problem.f.named_parameters(), *problem.f.named_buffers()]
-        found += [f"{name!r} of f" for name, tensor in named if not bool(torch.isfinite(tensor).all())]
-    return found
+        held = (*problem.f.named_parameters(), *problem.f.named_buffers())
+        named += [(f"{name!r} of f", tensor) for name, tensor in held]
+    return [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]
 
 
 @dataclass
 class Comparison:
-    """One row per solver; print it."""
+    """A table with one row per solver; print it."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        heads = ("solver", "converged", "evaluations", "rows", "median steps", "worst residual", "time")
+        width = max((len(str(row["solver"])) for row in self.rows), default=6)
+        heads = ("converged", "evaluations", "rows", "median steps", "worst residual", "time")
+        head = "{:{width}}  {}  {}  {:>7}  {}  {}  {:>8}".format("solver", *heads, width=width)
         lines = [
-            (
-                str(r["solver"]),
-                f"{r['converged']}/{r['batch']}",
-                str(r["evaluations"]),
-                str(r["rows"]),
-                f"{r['median_steps']:.0f}",
-                f"{r['worst_residual']:.1e}",
-                f"{r['time']:.2f} x",
-            )
-            for r in self.rows
+            f"{row['solver']!s:{width}}  {row['converged']:>4}/{row['batch']:<4}  {row['evaluations']:>11}  "
+            f"{row['rows']:>7}  {row['median_steps']:>12.0f}  {row['worst_residual']:>14.1e}  {row['time']:>6.2f} x"
+            for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
-        table = [
-            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))  # noqa: B905
-            for line in [heads, *lines]
-        ]
-        return "\n".join([table[0], "-" * len(table[0]), *table[1:], "(time relative to the fastest that converged)"])
+        return "\n".join([head, "-" * len(head), *lines, "(time relative to the fastest that converged)"])
 
 
 def compare_solvers(
@@ -195,51 +171,50 @@ def compare_solvers(
     z0: Any,
     *inputs: Any,
     solvers: Sequence[Solver] | None = None,
-    tolerance: Tolerance = LONG,
+    tolerance: Tolerance = Tolerance(max_steps=200),  # noqa: B008 - immutable
     coupled: bool = False,
     repeats: int = 3,
 ) -> Comparison:
-    """Solve the same problem with several solvers, print a table, return it.
+    """Solve the same problem with several solvers, print a table and return it.
 
     Args:
-        solvers: which; None tries one of each general kind.
+        solvers: solvers to compare; None tries one of each general kind.
         coupled: as in :func:`equipoise.fixed_point`.
-        repeats: alternated runs, of which the median time is shown.
+        repeats: number of alternating runs; the median time is shown.
 
     Example:
         >>> eq.compare_solvers(layer.f, torch.zeros(32, 64), x)
     """
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats is {repeats!r}; it must be a whole number of at least 1.")
-    solvers = (
-        [Picard(), Picard(0.5), Anderson(), Anderson(kind=1), Broyden(), NewtonKrylov()] if solvers is None else solvers
-    )
+    require_number("repeats", repeats, at_least=1, whole=True)
+    if solvers is None:
+        solvers = [Picard(), Picard(0.5), Anderson(), Anderson(kind=1), Broyden(), NewtonKrylov()]
     times: list[list[float]] = [[] for _ in solvers]
-    solutions: list[Any] = [None] * len(solvers)
+    solutions: dict[int, Solution] = {}
     with torch.no_grad():
-        for _ in range(repeats):
-            for i, solver in enumerate(solvers):
-                begin = time.perf_counter()
-                solutions[i] = fixed_point(
-                    f, z0, *inputs, solver=solver, tolerance=tolerance, coupled=coupled, on_failure="ignore"
-                )
-                solutions[i].stats.steps.tolist()  # waits for the device
-                times[i].append(time.perf_counter() - begin)
-    medians = [sorted(t)[len(t) // 2] for t in times]
-    finished = [t for t, sol in zip(medians, solutions, strict=True) if bool(sol.converged.all())]
-    fastest = min(finished or medians)
+        for i, solver in list(enumerate(solvers)) * repeats:
+            begin = time.perf_counter()
+            solution = fixed_point(
+                f, z0, *inputs, solver=solver, tolerance=tolerance, coupled=coupled, on_failure="ignore"
+            )
+            solution.stats.steps.tolist()  # waits for the device
+            times[i].append(time.perf_counter() - begin)
+            solutions[i] = solution
+    medians = [sorted(seconds)[repeats // 2] for seconds in times]
+    fastest = min([medians[i] for i, sol in solutions.items() if bool(sol.converged.all())] or medians)
     comparison = Comparison()
-    for solver, sol, seconds in zip(solvers, solutions, medians, strict=True):
+    for i, solver in enumerate(solvers):
+        stats = solutions[i].stats
+        batch = stats.result.numel()
         comparison.rows.append(
             {
                 "solver": solver,
-                "converged": int(sol.converged.sum()),
-                "batch": sol.result.numel(),
-                "evaluations": sol.stats.evaluations,
-                "rows": sol.stats.rows,
-                "median_steps": float(sol.stats.steps.float().median()) if sol.result.numel() else 0.0,
-                "worst_residual": float(sol.stats.residual.max()) if sol.result.numel() else 0.0,
-                "time": seconds / fastest,
+                "converged": int(stats.converged.sum()),
+                "batch": batch,
+                "evaluations": stats.evaluations,
+                "rows": stats.rows,
+                "median_steps": float(stats.steps.float().median()) if batch else 0.0,
+                "worst_residual": float(stats.residual.max()) if batch else 0.0,
+                "time": medians[i] / fastest,
             }
         )
     print(comparison)
@@ -248,7 +223,7 @@ def compare_solvers(
 
 @dataclass
 class GradientCheck:
-    """Relative error of the gradient along a random direction, for every tensor."""
+    """The relative error of the gradient of every tensor, along a random direction."""
 
     errors: dict[str, float]
     allowed: float
@@ -258,14 +233,15 @@ class GradientCheck:
         return all(error <= self.allowed for error in self.errors.values())
 
     def __str__(self) -> str:
-        width = max((len(name) for name in self.errors), default=0)
+        width = max(map(len, self.errors), default=0)
         lines = [
             f"{name.ljust(width)}  {e:.1e}{'' if e <= self.allowed else '  WRONG'}" for name, e in self.errors.items()
         ]
-        verdict = "gradients agree with finite differences" if self.ok else "gradients are off"
-        return "\n".join([*lines, f"{verdict} (relative error allowed: {self.allowed:g})"])
+        verdict = "gradients agree with finite differences" if self.ok else "gradients are wrong"
+        return "\n".join([*lines, f"{verdict} (allowed relative error: {self.allowed:g})"])
 
 
+@torch.random.fork_rng()  # every solve is seeded, so that dropout masks are the same; the caller's state is kept
 def check_gradients(
     f: Callable[..., Any],
     z0: Any,
@@ -279,35 +255,20 @@ def check_gradients(
 ) -> GradientCheck:
     """Compare the gradients you would train with against central differences of tightly solved equilibria.
 
-    A module f is copied to float64; a plain function runs in the precision of what it captured, which limits how
-    small an error can be seen. Inputs and parameters are each moved along one random direction.
+    A module f is copied to float64; a plain function runs in the precision of the tensors it captured, which limits how
+    small an error can be detected. Inputs and parameters are each moved along one random direction.
 
     Args:
-        solver, tolerance, gradient, coupled: the settings to be checked.
-        allowed: the relative error that still counts as right.
+        solver, tolerance, gradient, coupled: settings to check.
+        allowed: largest relative error that counts as correct.
+        seed: seed of the directions, and of every solve.
 
     Example:
         >>> print(eq.check_gradients(layer.f, torch.zeros(4, 64), x, tolerance=eq.Tolerance(1e-3)))
     """
-    with torch.random.fork_rng():  # every solve is seeded, for the same dropout masks; the caller's state is kept
-        return compare_with_differences(f, z0, inputs, solver, tolerance, gradient, coupled, allowed, seed)
-
-
-def compare_with_differences(
-    f: Callable[..., Any],
-    z0: Any,
-    inputs: tuple[Any, ...],
-    solver: Solver,
-    tolerance: Tolerance,
-    gradient: GradientRule,
-    coupled: bool,
-    allowed: float,
-    seed: int,
-) -> GradientCheck:
-    """:func:`check_gradients` behind its door."""
     if isinstance(f, nn.Module):
         f = copy.deepcopy(f).double()
-        z0, inputs = (to_double(tree) for tree in (z0, inputs))
+        z0, inputs = to_double(z0), to_double(inputs)
     generator = torch.Generator().manual_seed(seed)
 
     def random_like(tensor: Tensor) -> Tensor:
@@ -328,38 +289,37 @@ def compare_with_differences(
         assert isinstance(sol.solved.problem, FunctionProblem)
         sources = dict(named_sources(sol.solved.problem))
         loss = sum((w * t).sum() for w, t in zip(weights, outputs, strict=True))
-        found: Sequence[Tensor | None] = [None] * len(sources)
-        if isinstance(loss, Tensor) and loss.requires_grad:  # it does not where f ignores all that needs a gradient
-            found = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
+        gradients: Sequence[Tensor | None] = [None] * len(sources)
+        if isinstance(loss, Tensor) and loss.requires_grad:  # not if f ignores everything that needs a gradient
+            gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
     double = all(t.dtype == torch.float64 for t in [*outputs, *sources.values()])
     tight = Tolerance(relative=1e-13 if double else 1e-7, max_steps=2000, patience=100)
     step = 1e-5 if double else 1e-2
 
-    def moved(tensor: Tensor, by: Tensor) -> float:
-        other = tensor.detach() + by
-        changed = rebuild(inputs, [other if t is tensor else t for _, t in leaves(inputs, "inputs")])
-        options = {"solver": solver, "tolerance": tight, "coupled": coupled, "on_failure": "ignore"}
-        with torch.no_grad(), Substituted({id(tensor): other}):
+    def loss_at(tensor: Tensor, moved: Tensor) -> float:
+        changed = rebuild(inputs, [moved if t is tensor else t for _, t in leaves(inputs, "inputs")])
+        with torch.no_grad(), Substituted({id(tensor): moved}):
             torch.manual_seed(seed)
-            value = fixed_point(f, z0, *changed, **options).value
-        return sum(float((w * t).sum()) for w, (_, t) in zip(weights, leaves(value, "value"), strict=True))
+            sol = fixed_point(f, z0, *changed, solver=solver, tolerance=tight, coupled=coupled, on_failure="ignore")
+        return sum(float((w * t).sum()) for w, (_, t) in zip(weights, leaves(sol.value, "value"), strict=True))
 
     errors = {}
-    for (name, tensor), gradient_found in zip(sources.items(), found, strict=True):
+    for (name, tensor), grad in zip(sources.items(), gradients, strict=True):
+        grad = torch.zeros_like(tensor) if grad is None else grad
         direction = random_like(tensor)
-        # A longer one would leave where f is straight.
+        # Of length 1: a longer step would leave the neighbourhood in which f is nearly linear.
         direction /= direction.norm().clamp(min=torch.finfo(direction.dtype).tiny)
-        slope = float((gradient_found * direction).sum()) if gradient_found is not None else 0.0
-        difference = (moved(tensor, step * direction) - moved(tensor, -step * direction)) / (2 * step)
-        # Where the direction happens to be level, rounding is not compared with nothing, but with what is usual.
-        usual = float(gradient_found.norm()) / math.sqrt(tensor.numel()) if gradient_found is not None else 0.0
-        size = max(abs(slope), abs(difference), usual)
+        slope = float((grad * direction).sum())
+        ahead, behind = (loss_at(tensor, tensor.detach() + by * direction) for by in (step, -step))
+        difference = (ahead - behind) / (2 * step)
+        # A slope that happens to be near 0 is compared with the typical slope, not with its own rounding error.
+        size = max(abs(slope), abs(difference), float(grad.norm()) / math.sqrt(tensor.numel()))
         errors[name] = abs(slope - difference) / size if size > 0 else 0.0
     return GradientCheck(errors, allowed)
 
 
 def to_double(tree: Any) -> Any:
-    """Floating-point tensors of a value, or of what a function returns, in float64."""
+    """Return a value, or a function that returns one, with its floating-point tensors in float64."""
     if callable(tree) and not isinstance(tree, Tensor):
         return lambda *inputs: to_double(tree(*inputs))
     return rebuild(tree, [t.double() if t.is_floating_point() else t for _, t in leaves(tree, "value")])

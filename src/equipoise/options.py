@@ -1,118 +1,154 @@
-"""Options are checked when an object is made; a bad one gets a sentence that names it and what is allowed."""
+"""Check options when an object is made, and suggest the nearest name for a misspelled one.
+
+Every error names the option, its value and what is allowed.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, dataclass_transform
 
 
+class UnknownOption(TypeError):
+    """Raised for an option that its owner does not have; ``option`` is its name."""
+
+    def __init__(self, message: str, option: str):
+        super().__init__(message)
+        self.option = option
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name most similar to ``name``, or None; leading dashes do not count as similarity."""
+    bare = {word.lstrip("-"): word for word in known}
+    matches = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
+    return bare[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return ``"did you mean 'x'? "`` for the known name most similar to ``name``, or an empty string."""
+    near = nearest(name, known, cutoff)
+    return "" if near is None else f"did you mean {near!r}? "
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that does not exist: the nearest known name, then all of them."""
+    known = list(known)
+    return f"there is no {kind} {name!r}; {did_you_mean(name, known)}known: {', '.join(known)}."
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise :class:`UnknownOption` for the first name in ``given`` that is not ``known``."""
+    for name in given:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise UnknownOption(f"{owner} has no option {name!r}; {did_you_mean(name, known)}options: {listed}.", name)
+
+
+def is_number(
+    value: object,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+) -> bool:
+    """Return whether a value is a finite number (``whole``: an int) within the bounds; a bool is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return False
+    return at_least <= value <= at_most and above < value < below
+
+
+def require_number(where: str, value: object, *, whole: bool = False, optional: bool = False, **bounds: float) -> None:
+    """Raise unless ``value``, called ``where`` in the message, is a number within the bounds, or None if optional.
+
+    Args:
+        bounds: ``at_least``, ``above``, ``at_most`` and ``below``, as in :func:`is_number`.
+    """
+    if is_number(value, whole=whole, **bounds) or (optional and value is None):
+        return
+    within = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds.items())
+    kind = "a whole number" if whole else "a number"
+    allowed = f"{kind} of {within}" if within.startswith("at") else f"{kind} {within}".rstrip()
+    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    error = ValueError if right_type else TypeError
+    raise error(f"{where} is {value!r}; it must be {allowed}{' (or None)' if optional else ''}.")
+
+
 def require(
-    owner: Any,
+    owner: object,
     name: str,
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    whole: bool = False,
-    optional: bool = False,
     among: Collection[Any] | None = None,
     kind: type | None = None,
-) -> None:
-    """Raise unless field ``name`` of ``owner`` is what is allowed. Each bound given is part of the sentence."""
-    value = getattr(owner, name)
-    if optional and value is None:
-        return
-    where = f"{type(owner).__name__}.{name}"
-    if among is not None:
-        if value not in among:
-            raise ValueError(f"{where} is {value!r}; allowed: {', '.join(map(repr, among))}.")
-        return
-    if kind is not None:
-        if not isinstance(value, kind):
-            example = " (an object, not its class or its name)" if kind is not bool else ""
-            raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
-        return
-    require_number(
-        where, value, at_least=at_least, above=above, at_most=at_most, below=below, whole=whole, optional=optional
-    )
-
-
-def require_number(
-    where: str,
-    value: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
     whole: bool = False,
     optional: bool = False,
+    **bounds: float,
 ) -> None:
-    """Raise unless ``value``, named ``where`` in the sentence, is a number within the bounds given."""
-    number = "a whole number" if whole else "a number"
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-        if bound is not None
-    ]
-    allowed = " ".join([number, " and ".join(bounds)]) + (" (or None)" if optional else "")
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise TypeError(f"{where} is {value!r}; it must be {allowed}.")
-    if (
-        not math.isfinite(value)
-        or (at_least is not None and value < at_least)
-        or (above is not None and value <= above)
-        or (at_most is not None and value > at_most)
-        or (below is not None and value >= below)
-    ):
-        raise ValueError(f"{where} is {value!r}; it must be {allowed}.")
+    """Raise unless field ``name`` of ``owner`` is one of ``among``, a ``kind``, or a number within the bounds."""
+    value, where = getattr(owner, name), f"{type(owner).__name__}.{name}"
+    if among is None and kind is None:
+        require_number(where, value, whole=whole, optional=optional, **bounds)
+    elif value is None and optional:
+        return
+    elif among is not None and value not in among:
+        raise ValueError(f"{where} is {value!r}; allowed: {', '.join(map(repr, among))}.")
+    elif kind is not None and not isinstance(value, kind):
+        example = " (an object, not its class or its name)" if kind is not bool else ""
+        raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
 
 
-def require_numbers(where: str, value: Any) -> None:
-    """Raise unless ``value`` is a sequence of numbers, such as the mean of every channel."""
+def require_sequence_of_numbers(where: str, value: Any) -> None:
+    """Raise unless ``value`` is a sequence of numbers, such as the mean of each channel."""
     listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
     if not listed or not all(isinstance(entry, Real) for entry in value):
         raise TypeError(f"{where} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
 
 
 def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) -> None:
-    """Raise unless this can be what a classifier is told of its images."""
-
-    def counts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(map(counts, shape))):
+    """Raise unless ``shape``, ``classes`` and ``mean`` describe images that a classifier can take."""
+    if not (
+        isinstance(shape, tuple | list) and len(shape) == 3 and all(is_number(n, at_least=1, whole=True) for n in shape)
+    ):
         raise ValueError(
-            f"shape is {shape!r}; it must be that of one image, (channels, height, width), such as (3, 32, 32)."
+            f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
         )
-    if not counts(classes) or classes < 2:
+    if not is_number(classes, at_least=2, whole=True):
         raise ValueError(
-            f"classes is {classes!r}; a classifier needs at least 2, a whole number (does the data set have labels?)."
+            f"classes is {classes!r}; a classifier needs at least 2 (a whole number; does the data set have labels?)."
         )
-    require_numbers("mean", mean)
+    require_sequence_of_numbers("mean", mean)
     if len(mean) not in (1, shape[0]):
-        raise ValueError(
-            f"mean has {len(mean)} entries, and images have {shape[0]} channels: one for each, or one for all."
-        )
+        raise ValueError(f"mean has {len(mean)} entries; it must have 1, or {shape[0]}, one for each channel.")
 
 
-@dataclass_transform(frozen_default=True)
+def option(*, default: Any, **allowed: Any) -> Any:
+    """Declare an option of an :func:`options` class: its default, and its allowed values as :func:`require` takes them.
+
+    Example:
+        >>> memory: int = option(default=5, at_least=1, whole=True)
+    """
+    return field(default=default, metadata=allowed)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option, field))
 def options(cls: type) -> type:
-    """A frozen dataclass that answers an unknown option with the nearest name it has, and shows what is not default."""
+    """Make a frozen dataclass that checks its options, names unknown ones, and shows only non-default values."""
     cls = dataclass(frozen=True, repr=False)(cls)
-    made = cls.__init__
+    dataclass_init = cls.__init__
     names = [field.name for field in fields(cls)]
+    checked = {field.name: field.metadata for field in fields(cls) if field.metadata}
 
-    @functools.wraps(made)
+    @functools.wraps(dataclass_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unknown(cls.__name__, kwargs, names)
-        made(self, *args, **kwargs)
+        dataclass_init(self, *args, **kwargs)
+        for name, allowed in checked.items():
+            require(self, name, **allowed)
 
     def show(self: Any) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if f.repr and getattr(self, f.name) != f.default]
@@ -121,12 +157,3 @@ def options(cls: type) -> type:
     cls.__init__ = init
     cls.__repr__ = show  # type: ignore[assignment]
     return cls
-
-
-def refuse_unknown(owner: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise for the first name in ``given`` that is not ``known``, suggesting the nearest one."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise TypeError(f"{owner} has no option {name!r}; {hint}options: {', '.join(known)}.")

@@ -1,4 +1,4 @@
-"""What every solve returns: a value, what became of each sample, and what it cost."""
+"""What every solve returns: a value, the result of each sample, and the cost; and how failures are reported."""
 
 from __future__ import annotations
 
@@ -9,54 +9,52 @@ import warnings
 import weakref
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 
 class Result(IntEnum):
-    """What became of one sample; ``Result.X.message`` says it in a sentence, with a remedy."""
+    """The outcome for one sample; ``Result.X.message`` is a sentence with a remedy."""
 
-    CONVERGED = 0
-    MAX_STEPS = 1
-    NONFINITE = 2
-    STALLED = 3
-    COUPLED = 4
-
-    @property
-    def message(self) -> str:
-        return _MESSAGES[self]
-
-
-_MESSAGES = {
-    Result.CONVERGED: "The residual is within the tolerance.",
-    Result.MAX_STEPS: (
-        "The residual was still above the tolerance when the steps ran out: raise Tolerance.max_steps, "
-        "loosen Tolerance.relative, or try another solver (equipoise.compare_solvers shows which one suits)."
-    ),
-    Result.NONFINITE: (
+    CONVERGED = 0, "The residual is within the tolerance."
+    MAX_STEPS = (
+        1,
+        "The residual was still above the tolerance when the steps ran out: raise Tolerance.max_steps, loosen "
+        "Tolerance.relative, or try another solver (equipoise.compare_solvers compares them).",
+    )
+    NONFINITE = (
+        2,
         "f returned NaN or infinity: check the inputs and the weights, start from a smaller z0, or damp the solver. "
-        "The best finite iterate is returned."
-    ),
-    Result.STALLED: (
-        "The residual stopped shrinking: the tolerance may lie below rounding, or f may not be contractive here "
-        "(equipoise.diagnose tells which); loosen the tolerance, use float64, or change the solver."
-    ),
-    Result.COUPLED: (
-        "f mixes the samples of the batch, so a sample that had stopped was not solved any more once others moved: "
-        "put the batch first (batch_first=True in attention and recurrent layers), normalise each sample by itself, or "
-        "solve the whole batch as one problem with coupled=True. The residual is that of the value returned."
-    ),
-}
+        "The best finite iterate is returned.",
+    )
+    STALLED = (
+        3,
+        "The residual stopped shrinking: the tolerance may be below rounding error, or f may not be contractive here "
+        "(equipoise.diagnose shows which); loosen the tolerance, use float64, or change the solver.",
+    )
+    COUPLED = (
+        4,
+        "f mixes the samples of the batch, so a sample that had converged was no longer solved once others changed: "
+        "put the batch first (batch_first=True in attention and recurrent layers), normalise each sample separately, "
+        "or solve the whole batch as one problem with coupled=True. The residual is that of the returned value.",
+    )
+
+    message: str
+
+    def __new__(cls, code: int, message: str) -> Self:
+        result = int.__new__(cls, code)
+        result._value_, result.message = code, message
+        return result
 
 
 class ConvergenceWarning(RuntimeWarning):
-    """Some samples of a solve failed; the message counts them and names a remedy."""
+    """Issued when some samples of a solve fail; the message names a remedy."""
 
 
 class ConvergenceError(RuntimeError):
-    """Some samples of a solve failed and ``on_failure="raise"`` was asked for; ``statistics`` tells which."""
+    """Raised when some samples of a solve fail and ``on_failure="raise"``; ``statistics`` shows which."""
 
     def __init__(self, message: str, statistics: Statistics):
         super().__init__(message)
@@ -65,17 +63,16 @@ class ConvergenceError(RuntimeError):
 
 @dataclass
 class Statistics:
-    """What one solve, forward or backward, took. Per-sample fields have shape (batch,).
+    """The results and the cost of one solve, forward or backward. Per-sample fields have shape (batch,).
 
     Attributes:
         result: codes of :class:`Result`.
-        steps: solver steps each sample took until it stopped; the first evaluation of f is step 1.
-        residual: ||f(z) - z|| / ||f(z)|| at the value returned, per sample over all leaves together.
-        evaluations: calls of f (and of its Jacobian products) by the solver.
-        rows: samples x calls really computed; gathering keeps it near ``steps.sum()``.
-        trace: (checks, batch) residuals at every check, if asked for; a sample that has stopped keeps its last entry.
-        rounded: samples that converged to the rounding of the numbers f computes with, because the tolerance asks for
-            less than that resolves; None where it does not.
+        steps: number of solver steps until each sample stopped; the first evaluation of f is step 1.
+        residual: ||f(z) - z|| / ||f(z)|| at the returned value, per sample over all leaves together.
+        evaluations: number of calls of f (and of its Jacobian products) by the solver.
+        rows: samples x calls actually computed; gathering keeps it near ``steps.sum()``.
+        trace: (checks, batch) residuals at every check, if requested; a sample that has stopped repeats its last entry.
+        rounded: samples that converged to rounding error only, because the tolerance is below it; None if it is not.
     """
 
     result: Tensor
@@ -91,9 +88,8 @@ class Statistics:
         return self.result == Result.CONVERGED
 
     def take(self, rows: Tensor) -> Statistics:
-        """These statistics of some samples, without a trace."""
-        result, steps, residual = (entry[rows] for entry in (self.result, self.steps, self.residual))
-        return Statistics(result, steps, residual, self.evaluations, self.rows)
+        """Return the statistics of the samples ``rows``, without a trace."""
+        return Statistics(self.result[rows], self.steps[rows], self.residual[rows], self.evaluations, self.rows)
 
     def expand(self, batch: int) -> Statistics:
         """Return the statistics of one coupled problem as those of each of its ``batch`` samples."""
@@ -105,23 +101,25 @@ class Statistics:
         return dataclasses.replace(self, **per_sample)
 
     def spread(self, rows: Tensor, batch: int) -> Statistics:
-        """These statistics of the samples ``rows`` as those of a whole batch; the others had no finite f to solve."""
+        """Return the statistics of the samples ``rows`` as those of a whole batch; f was not finite at the others."""
         if len(rows) == batch:
             return self
-        result = torch.full((batch,), int(Result.NONFINITE), dtype=self.result.dtype, device=rows.device)
-        residual = torch.full((batch,), torch.inf, dtype=self.residual.dtype, device=rows.device)
-        return Statistics(
-            result=result.index_copy(0, rows, self.result),
-            steps=torch.zeros_like(result).index_copy(0, rows, self.steps),
-            residual=residual.index_copy(0, rows, self.residual),
-            evaluations=self.evaluations,
-            rows=self.rows,
-        )
+
+        def filled(entry: Tensor, missing: float) -> Tensor:
+            return entry.new_full((batch,), missing).index_copy(0, rows, entry)
+
+        result, steps = filled(self.result, int(Result.NONFINITE)), filled(self.steps, 0)
+        return Statistics(result, steps, filled(self.residual, torch.inf), self.evaluations, self.rows)
 
     def counts(self) -> dict[Result, int]:
-        """How many samples met each result; results that did not occur are left out."""
+        """Return the number of samples with each result; results that did not occur are left out."""
         codes = self.result.tolist()
         return {r: n for r in Result if (n := codes.count(int(r)))}
+
+    def failures(self) -> dict[Result, int]:
+        """Return :meth:`counts` without the samples that converged, the commonest result first."""
+        failures = [(r, n) for r, n in self.counts().items() if r != Result.CONVERGED]
+        return dict(sorted(failures, key=lambda failure: -failure[1]))
 
     def __str__(self) -> str:
         batch = self.result.numel()
@@ -129,13 +127,26 @@ class Statistics:
             return "an empty batch: nothing to solve"
         steps, residual = self.steps.float(), self.residual.double()
         rounded = 0 if self.rounded is None else int(self.rounded.sum())
-        precision = f" ({rounded} to rounding, short of the tolerance)" if rounded else ""
+        precision = f" ({rounded} to rounding error, above the tolerance)" if rounded else ""
         return (
             f"{int(self.converged.sum())} of {batch} samples converged{precision}\n"
             f"steps median {steps.median():.0f}, most {steps.max():.0f}; "
             f"residual median {residual.median():.1e}, worst {residual.max():.1e}; "
             f"{self.evaluations} evaluations, {self.rows} rows"
         )
+
+
+class SolveRecord(Protocol):
+    """The solve behind a Solution, in rows, as :func:`equipoise.diagnose` examines it."""
+
+    @property
+    def z(self) -> Tensor: ...
+    @property
+    def problem(self) -> object: ...
+    @property
+    def solver(self) -> object: ...
+    @property
+    def tolerance(self) -> object: ...
 
 
 @dataclass
@@ -158,7 +169,7 @@ class Solution:
     stats: Statistics
     backward: Statistics | None = None
     adjoint: Any = None
-    solved: Any = field(default=None, repr=False)  # a solvers.base.Solved: what equipoise.diagnose looks at
+    solved: SolveRecord | None = field(default=None, repr=False)
 
     @property
     def result(self) -> Tensor:
@@ -169,83 +180,80 @@ class Solution:
         return self.stats.converged
 
     def __str__(self) -> str:
-        story = str(self.stats)
-        failures = {r: n for r, n in self.stats.counts().items() if r != Result.CONVERGED}
-        if failures:
-            kinds = ", ".join(f"{n} {r.name}" for r, n in failures.items())
-            story += f"\n{kinds}: {max(failures, key=failures.__getitem__).message}"
+        if failures := self.stats.failures():
+            outcome = f"{tally(failures)}: {next(iter(failures)).message}"
         elif self.backward is not None:
-            story += f"\nbackward: {' - '.join(str(self.backward).splitlines())}"
-        elif self.result.numel():
+            outcome = f"backward: {' - '.join(str(self.backward).splitlines())}"
+        elif not self.result.numel():
+            return str(self.stats)
+        else:
             rounded = self.stats.rounded is not None and bool(self.stats.rounded.any())
-            story += f"\n{TO_ROUNDING if rounded else 'every sample is within the tolerance'}"
-        return story
+            outcome = TO_ROUNDING if rounded else "every sample is within the tolerance"
+        return f"{self.stats}\n{outcome}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "solved": None}  # f may be a closure, which does not pickle
 
 
 TO_ROUNDING = (
-    "the tolerance is below what the numbers f computes with resolve: loosen it, or compute in wider ones "
+    "the tolerance is below the rounding error of the dtype that f computes in: loosen it, or use a wider dtype "
     "(float32, float64)"
 )
 
 
+def tally(counts: dict[Result, int]) -> str:
+    return ", ".join(f"{n} {result.name}" for result, n in counts.items())
+
+
 def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tuple[dict[Result, int], str]:
-    """Return how many samples of the ``which`` ("forward", "backward") solve failed in which way, and a remedy.
+    """Return :meth:`Statistics.failures` and a remedy for a "forward" or "backward" solve.
 
     Args:
-        below_rounding: whether the tolerance is below what the numbers resolve.
+        below_rounding: whether the tolerance is below rounding error.
     """
-    counts = stats.counts()
-    counts.pop(Result.CONVERGED, None)
-    if not counts:
+    failures = stats.failures()
+    if not failures:
         return {}, ""
-    commonest = max(counts, key=counts.__getitem__)
-    advice = commonest.message
-    if commonest == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
+    kind = next(iter(failures))
+    advice = kind.message
+    if kind == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
         advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
-    if commonest in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
+    if kind in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
         advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
     if which == "backward":
-        advice += " The backward solve has settings of its own: ImplicitGradient(solver=..., tolerance=...)."
-    return counts, advice
+        advice += " The backward solve has its own settings: ImplicitGradient(solver=..., tolerance=...)."
+    return failures, advice
 
 
 @dataclass
 class Report:
-    """Where a solve reports how it went: a warning or an error, and the Solution if it is still in use."""
+    """How a solve reports failures: by a warning or an error, and on its Solution while that is in use."""
 
     on_failure: str
     solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
-        """Warn or raise if samples failed.
-
-        A warning has no numbers in it: Python shows it once per line of the user's code and kind of failure. The
-        numbers are in the Solution, and in the error.
-        """
+        """Warn or raise if samples failed."""
         if self.on_failure == "ignore":
             return
-        counts, advice = failure_advice(stats, which, below_rounding=below_rounding)
-        if not counts:
+        failures, advice = failure_advice(stats, which, below_rounding=below_rounding)
+        if not failures:
             return
         if self.on_failure == "raise":
             failed = ~stats.converged
-            worst = torch.where(failed, stats.residual, torch.zeros_like(stats.residual)).max()
-            kinds = ", ".join(f"{n} {r.name}" for r, n in counts.items())
             raise ConvergenceError(
-                f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({kinds}; worst "
-                f"residual {worst:.1e} after {stats.evaluations} evaluations). {advice}",
+                f"the {which} solve failed for {int(failed.sum())} of {failed.numel()} samples ({tally(failures)}; "
+                f"worst residual {stats.residual[failed].max():.1e} after {stats.evaluations} evaluations). {advice}",
                 stats,
             )
-        kind = max(counts, key=counts.__getitem__).name
+        # Without numbers, so that Python shows it once per line of user code and kind of failure.
+        kind = next(iter(failures)).name
         message = f"the {which} solve failed for some samples ({kind}; see Solution.stats). {advice}"
         warn_user(message, ConvergenceWarning)
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line of code that is neither this package's nor torch's."""
+    """Warn at the innermost line of code outside this package and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INTERNAL):
         frame, level = frame.f_back, level + 1

@@ -27,9 +27,8 @@ from dense import Spec, circular, dense_resolvent, randomize, smallest_eigenvalu
 from equipoise import operators as ops
 from equipoise.operators import capacity
 from equipoise.operators.base import Factorisation
-from equipoise.operators.spectrum import spectrum
-from equipoise.problem.layout import is_zero
-from equipoise.tolerance import row_distances
+from equipoise.operators.spectrum import images, spectrum
+from equipoise.problem.layout import is_zero, row_distances
 
 SIZES = [
     (1, None),
@@ -162,7 +161,7 @@ def batch_last(x):
 @pytest.mark.parametrize("h", [1.0, 1e2, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
 def test_many_channels(spec, h, dtype):
-    """Also where B outweighs the rest, and an inverse without pivots would lose its digits."""
+    """Also where B dominates, and inversion without pivoting would lose accuracy."""
     op, z = spec.build(dtype=dtype), spec.randn(dtype=dtype)
     with torch.no_grad():
         fill("h", h)(op)
@@ -501,7 +500,7 @@ def test_parameters_swapped_for_one_call(spec):
 
 
 class Shifted(nn.Module):
-    """The shift is a buffer, which no comparison of parameters sees."""
+    """The shift is a buffer, which comparing parameters alone would miss."""
 
     def __init__(self):
         super().__init__()
@@ -529,7 +528,7 @@ def test_parametrized_parameters(spec):
 
 @each_kind
 def test_another_m_is_another_operator(spec):
-    """m may be changed, or may not be; it must not be half changed."""
+    """m may be changeable or not, but never half changed."""
     op = spec.build()
     assert_true(spec, op)
     with contextlib.suppress(AttributeError):
@@ -678,7 +677,7 @@ def test_a_value_of_another_shape(spec, z, words):
 @pytest.mark.parametrize("spec", BOTH[2:], ids=str)
 @pytest.mark.parametrize("change", ["higher", "wider", "channels", "image"])
 def test_a_grid_of_another_size(spec, change):
-    """Every way in, with what is easily forgotten: the border."""
+    """At every entry point, with a reminder of the border."""
     op = spec.build(dtype=torch.float32)
     z = spec.randn(dtype=torch.float32)
     changes = {
@@ -772,7 +771,7 @@ def test_the_footprint_is_what_a_factorisation_takes(spec):
     ],
 )
 def test_the_estimate_is_near_the_memory_that_is_taken(make, recorded, tmp_path, monkeypatch):
-    """By torch's own record of every allocation; LAPACK's workspace is not in it."""
+    """Measured with torch's record of every allocation, which leaves out the workspace of LAPACK."""
     op = make()
     monkeypatch.setattr(capacity, "ALWAYS", 0)
     with torch.set_grad_enabled(recorded):
@@ -801,7 +800,7 @@ def peak_memory(run, path):
     return most
 
 
-def test_what_does_not_fit_is_told_before_it_is_tried(monkeypatch):
+def test_what_does_not_fit_is_rejected_before_it_is_computed(monkeypatch):
     monkeypatch.setattr(capacity, "available_memory", lambda device: 3 * 10**9)
     op = ops.MonotoneConv2d(200, (224, 224))  # 16 GB; nothing of that size is made here
     words = (
@@ -822,7 +821,7 @@ def test_what_does_not_fit_is_told_before_it_is_tried(monkeypatch):
         layer(z)
 
 
-def test_what_fits_is_not_refused(monkeypatch):
+def test_what_fits_is_allowed(monkeypatch):
     for device_memory in (None, 10**12):  # None: it cannot be found out
         monkeypatch.setattr(capacity, "available_memory", lambda device, found=device_memory: found)
         monkeypatch.setattr(capacity, "ALWAYS", 0)
@@ -848,7 +847,7 @@ def test_available_memory(tmp_path):
 
 
 def factorisations_alive():
-    """Without a collection of garbage: memory must be free at once, not some day."""
+    """Without garbage collection: memory must be freed immediately."""
     return [thing for thing in gc.get_objects() if type(thing) is Factorisation]
 
 
@@ -893,7 +892,7 @@ def test_pull_is_the_transpose_of_the_inverse_transform(grid, aliases):
     spectra = randn(transform.count, 2 * 3, 2, seed=0)
     cotangent = randn(*grid, 3, 2, seed=1)
     inside = (transform.inverse(spectra) * cotangent).sum()
-    torch.testing.assert_close((spectra * transform.pull(cotangent)).sum(), inside, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((spectra * transform.pull(images(cotangent))).sum(), inside, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=["rows", "columns", "mixed"])

@@ -6,7 +6,9 @@ import torch
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.data import load
-from equipoise.lab.recipes.recipe import FigureSpec, Recipe, open_recipe
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec, Recipe
+from equipoise.lab.results.figures import levels_reached, reached, trace_residuals
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine
@@ -159,27 +161,32 @@ def test_the_summary_says_when_levels_are_reached(draw):
         for name, curve in run["curves"].items():
             below = {level: [i for i, r in enumerate(curve["mean"], 1) if r <= level] for level in (0.1, 0.03, 0.01)}
             assert run["summary"][name] == {str(level): min(at, default=None) for level, at in below.items()}
-    assert figures.reached([1.0, 0.2, 0.05, 0.2, 0.01], 0.1) == 3
-    assert figures.reached([1.0, 0.2], 0.1) is None
+    assert reached([1.0, 0.2, 0.05, 0.2, 0.01], 0.1) == 3
+    assert reached([1.0, 0.2], 0.1) is None
+
+
+def mean_residuals(layer, x, solver, evaluations):
+    """Over the samples, after every evaluation: of the whole state and of its one leaf."""
+    tolerance = eq.Tolerance(relative=0.0, max_steps=evaluations, patience=None)
+    trace = trace_residuals(layer, (x,), (torch.zeros(2, 1),), solver, tolerance, leaves=True)
+    return trace.per_evaluation(evaluations).mean(dim=1)
 
 
 def test_a_line_search_costs_evaluations():
     layer = eq.Equilibrium(lambda z, x: (x - 3 * z[0],), initial=((1,),))
     x = torch.tensor([[1.0], [2.0]])
-    found = figures.residuals_of_batch(layer, (x,), (torch.zeros(2, 1),), eq.Broyden(line_search=2), 6)
+    means = mean_residuals(layer, x, eq.Broyden(line_search=2), 6)
     # z = 0; z = x is worse; z = x / 2 is as good; then the secant is exact.
-    assert found.tolist() == [[1, 1], [1, 1], [2, 2], [0, 0], [0, 0], [0, 0]]
+    assert means.tolist() == [[1, 1], [1, 1], [2, 2], [0, 0], [0, 0], [0, 0]]
 
 
 def test_a_sample_that_diverges_is_not_left_out():
     layer = eq.Equilibrium(lambda z, x: (x * z[0] + 1,), initial=((1,),))
     x = torch.tensor([[0.0], [1e20]])
-    found = figures.residuals_of_batch(layer, (x,), (torch.zeros(2, 1),), eq.Picard(), 5)
-    assert found[:2].tolist() == [[1, 1], [0.5, 0.5]]
-    assert not found[2:].isfinite().any()
-    assert figures.numbers_of({"a": found[None, :, 0].expand(2, -1)})["summary"]["a"] == dict.fromkeys(
-        ("0.1", "0.03", "0.01")
-    )
+    means = mean_residuals(layer, x, eq.Picard(), 5)
+    assert means[:2].tolist() == [[1, 1], [0.5, 0.5]]
+    assert not means[2:].isfinite().any()
+    assert levels_reached(means[:, 0].tolist(), figures.LEVELS) == dict.fromkeys(("0.1", "0.03", "0.01"))
 
 
 def test_broyden_has_its_defaults_where_the_recipe_has_another_solver(work):
@@ -209,7 +216,7 @@ def test_curves_can_be_told_apart_without_their_colours(work):
     (axis,) = figures.scales(runs, machine, batches=2, batch_size=2, evaluations=4).axes
     assert len(axis.get_lines()) == len({look[1:] for look in looks(axis)}) == 3
     labels = [line.get_label().partition(":")[0] for line in axis.get_lines()]
-    assert labels == ["8x8", "4x4", "8x8, the only scale"]
+    assert labels == ["8x8", "4x4", "8x8, single scale"]
     panels = figures.convergence(runs, machine, batches=2, batch_size=2, evaluations=4).axes
     assert [panel.get_title() for panel in panels] == ["A small MDEQ, several", "A small MDEQ, single"]
     for panel in panels:
@@ -253,9 +260,9 @@ def says(capsys, folder, text, *runs):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("batches = 1", "batches is 1; it must be a whole number of at least 2."),
-        ("batch_size = 0", "batch_size is 0; it must be a whole number of at least 1."),
-        ("evaluations = 2.5", "evaluations is 2.5; it must be a whole number of at least 2."),
+        ("batches = 1", "batches is 1; it must be a whole number of at least 2"),
+        ("batch_size = 0", "batch_size is 0; it must be a whole number of at least 1"),
+        ("evaluations = 2.5", "evaluations is 2.5; it must be a whole number of at least 2"),
     ],
 )
 def test_wrong_options_are_said(work, tmp_path, capsys, figure, option, said):
@@ -266,7 +273,9 @@ def test_wrong_options_are_said(work, tmp_path, capsys, figure, option, said):
 def test_figure_7_needs_several_scales_and_one(work, tmp_path, capsys):
     several, single = work / "several-001", work / "single-001"
     for runs, counts in (((single, several), "1, 2"), ((several, several), "2, 2"), ((several,), "2")):
-        assert f"models with {counts} scales; the first must have several" in says(capsys, tmp_path, FIGURE_7, *runs)
+        assert f"models with {counts} scales; give two runs, the first with several" in says(
+            capsys, tmp_path, FIGURE_7, *runs
+        )
 
 
 def test_other_models_have_no_scales(tmp_path, capsys):
@@ -274,4 +283,4 @@ def test_other_models_have_no_scales(tmp_path, capsys):
     assert main(["train", "core/digits", *small, "--runs", str(tmp_path), "--threads", "1"]) == 0
     for figure in (FIGURE_6, FIGURE_7):
         said = says(capsys, tmp_path, figure, tmp_path / "core-digits-001", tmp_path / "core-digits-001")
-        assert "the model solves no MultiscaleCell; this figure is drawn from MDEQs." in said
+        assert "this figure requires a model with a MultiscaleCell" in said

@@ -10,7 +10,8 @@ import torch
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.data import load
-from equipoise.lab.recipes.recipe import FigureSpec, Recipe, Table, open_recipe, recipe_names
+from equipoise.lab.recipes.reading import open_recipe, recipe_names
+from equipoise.lab.recipes.schema import FigureSpec, Recipe, TableSpec
 from equipoise.lab.results.reproduce import rows
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
@@ -90,7 +91,7 @@ def mondeq(kind):
 
 def test_table_1_has_every_recipe_and_what_its_aim_says():
     source = open_recipe("mondeq/table1")
-    table = source.read(Table)
+    table = source.read(TableSpec)
     assert sorted(row.recipe for row in table.rows) == mondeq("phases")
     for row, recipe in rows(source, None, []):
         read = recipe.read(Recipe)
@@ -103,7 +104,7 @@ def test_table_1_has_every_recipe_and_what_its_aim_says():
 
 
 def test_figures_1_and_f1_show_the_numbers_of_table_1():
-    paper = {row.recipe: row.paper for row in open_recipe("mondeq/table1").read(Table).rows}
+    paper = {row.recipe: row.paper for row in open_recipe("mondeq/table1").read(TableSpec).rows}
     drawn = []
     for name in ("mondeq/figure1", "mondeq/figure-f1"):
         spec = open_recipe(name).read(FigureSpec)
@@ -273,13 +274,13 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     bare = tmp_path / "bare"
     shutil.copytree(work / "dense-001", bare, ignore=shutil.ignore_patterns("epoch-*"))
     for name in ("mondeq/figure2", "mondeq/figure-f2"):
-        sentence = "bare has no weights of its epochs: train it with training.keep_every=1."
+        sentence = "bare has no checkpoints of its epochs: train it with training.keep_every=1."
         assert sentence in says(capsys, name, "--run", bare)
     run = open_run(bare)
     log = [{key: value for key, value in record.items() if key != "test"} for record in run.records()]
     run.log.write_text("".join(json.dumps(record) + "\n" for record in log))
     mine = figure_file(tmp_path, 'figure = "mondeq-accuracy"')
-    sentence = 'bare has no test accuracies of its epochs: train it with training.test="epoch".'
+    sentence = 'bare has no test accuracy per epoch: train it with training.test="epoch".'
     assert sentence in says(capsys, mine, "--run", bare)
 
 
@@ -287,7 +288,7 @@ def test_what_a_run_lacks_is_said(work, tmp_path, capsys):
     ("option", "said"),
     [
         ('direction = "sideways"', "direction is 'sideways'; allowed: 'forward', 'backward'."),
-        ("samples = 0", "samples is 0; at least 1 sample must be solved."),
+        ("samples = 0", "samples is 0; it must be a whole number of at least 1"),
     ],
 )
 def test_wrong_options_are_said(work, tmp_path, capsys, option, said):
@@ -299,4 +300,6 @@ def test_other_models_have_no_structure_to_split(tmp_path, capsys):
     small = ["data.limit=32", "data.validation=16", "model.channels=2", "phases.0.epochs=1", "training.keep_every=1"]
     assert main(["train", "core/digits", *small, "--runs", str(tmp_path), "--threads", "1"]) == 0
     for name in ("mondeq/figure2", "mondeq/figure3"):
-        assert "the model solves no MonotoneProblem" in says(capsys, name, "--run", tmp_path / "core-digits-001")
+        assert "this figure requires a model with a MonotoneProblem" in says(
+            capsys, name, "--run", tmp_path / "core-digits-001"
+        )

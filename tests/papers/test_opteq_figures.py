@@ -10,12 +10,13 @@ from torch.nn import functional as F
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.data import load
-from equipoise.lab.recipes.recipe import FigureSpec, Recipe, open_recipe
-from equipoise.lab.results.reproduce import FIGURE_FACTS, FIGURES
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec, Recipe
+from equipoise.lab.results.figures import reached
+from equipoise.lab.results.reproduce import FIGURE_FACTS, figure_functions
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.papers.opteq import figures
 from equipoise.registry import check_options
 from figure_helpers import drawn_figure, figure_file
@@ -514,8 +515,8 @@ def test_residuals_of_samples_that_end_early_or_diverge():
     alone = figures.residuals(Scalar(), [half], eq.Picard(), 5)
     assert alone["median"] == alone["low"] == pytest.approx(falling)
     assert alone["reached"] == {"0.001": None, "1e-06": None, "1e-09": None}
-    assert figures.reached([1, 1e-3, 1e-2, 1e-7], 1e-3) == 2
-    assert figures.reached([1, 1e-3, 1e-2, 1e-7], 1e-6) == 4
+    assert reached([1, 1e-3, 1e-2, 1e-7], 1e-3) == 2
+    assert reached([1, 1e-3, 1e-2, 1e-7], 1e-6) == 4
 
 
 # What is drawn
@@ -558,7 +559,7 @@ def test_the_scatters_of_figure_2_have_the_same_axes(work):
 @pytest.mark.parametrize("name", ["figure2", "figure3a", "figure3b", "figure3c", "figure4a", "figure4b"])
 def test_the_paper_s_figures_are_of_the_models_they_are_about(name):
     spec = open_recipe(f"opteq/{name}").read(FigureSpec)
-    check_options(FIGURES[spec.figure], spec.options, FIGURE_FACTS, name)
+    check_options(figure_functions()[spec.figure], spec.options, FIGURE_FACTS, name)
     entries = [entry.split() for entry in spec.recipes]
     recipes = [open_recipe(recipe, None, changes).read(Recipe) for recipe, *changes in entries]
     models = {"figure2": ["mopteq", "popteq"], "figure3a": ["opteq"], "figure3b": ["mopteq", "mopteq"]}
@@ -590,25 +591,25 @@ def says(work, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (COUPLING + "samples = 1", "samples is 1; it must be a whole number of at least 2."),
-        (PERTURBATION + "eps = []", "eps is []; it must be a list of numbers above 0, each above the one before it."),
-        (PERTURBATION + "eps = [0, 0.1]", "eps is [0, 0.1]; it must be a list of numbers above 0"),
-        (PERTURBATION + "eps = [0.2, 0.1]", "eps is [0.2, 0.1]; it must be a list of numbers above 0"),
-        (PERTURBATION + "eps = 0.1", "eps is 0.1; it must be a list of numbers above 0"),
-        (PERTURBATION + "samples = 0", "samples is 0; it must be a whole number of at least 1."),
-        (PERTURBATION + "trials = 1", "trials is 1; it must be a whole number of at least 2."),
-        (ATTACK + "iterations = [1.5]", "iterations is [1.5]; it must be a list of whole numbers of at least 0"),
-        (ATTACK + "iterations = [3, 3]", "iterations is [3, 3]; it must be a list of whole numbers of at least 0"),
-        (ATTACK + "radius = 0", "radius is 0; it must be a number above 0."),
-        (ATTACK + "step_size = -1", "step_size is -1; it must be a number above 0."),
-        (ATTACK + "samples = true", "samples is True; it must be a whole number of at least 1."),
-        (DIVERSITY + "lambdas = []", "lambdas is []; it must be a list of numbers of at least 0"),
-        (DIVERSITY + 'lambdas = [0, "C"]', "lambdas has 'C'; allowed: numbers of at least 0, and '1/C'."),
-        (DIVERSITY + "lambdas = [-0.1]", "lambdas has -0.1; allowed: numbers of at least 0, and '1/C'."),
-        (DIVERSITY + "lambdas = [0.1, 0.1]", "lambdas is [0.1, 0.1]; each must be there once."),
-        (DIVERSITY + "evaluations = 1", "evaluations is 1; it must be a whole number of at least 2."),
-        (SOLVERS + "batch_size = 0", "batch_size is 0; it must be a whole number of at least 1."),
-        (SOLVERS + "samples = 2.0", "samples is 2.0; it must be a whole number of at least 1."),
+        (COUPLING + "samples = 1", "samples is 1; it must be a whole number of at least 2"),
+        (PERTURBATION + "eps = []", "eps must be a list of numbers, got []"),
+        (PERTURBATION + "eps = [0, 0.1]", "eps[0] is 0; it must be a number above 0"),
+        (PERTURBATION + "eps = [0.2, 0.1]", "eps must be increasing, got [0.2, 0.1]"),
+        (PERTURBATION + "eps = 0.1", "eps must be a list of numbers, got 0.1"),
+        (PERTURBATION + "samples = 0", "samples is 0; it must be a whole number of at least 1"),
+        (PERTURBATION + "trials = 1", "trials is 1; it must be a whole number of at least 2"),
+        (ATTACK + "iterations = [1.5]", "iterations[0] is 1.5; it must be a whole number of at least 0"),
+        (ATTACK + "iterations = [3, 3]", "iterations must be increasing, got [3, 3]"),
+        (ATTACK + "radius = 0", "radius is 0; it must be a number above 0"),
+        (ATTACK + "step_size = -1", "step_size is -1; it must be a number above 0"),
+        (ATTACK + "samples = true", "samples is True; it must be a whole number of at least 1"),
+        (DIVERSITY + "lambdas = []", "lambdas must be a list of distinct numbers or '1/C', got []"),
+        (DIVERSITY + 'lambdas = [0, "C"]', "lambdas[1] (if not '1/C') is 'C'; it must be a number of at least 0"),
+        (DIVERSITY + "lambdas = [-0.1]", "lambdas[0] (if not '1/C') is -0.1; it must be a number of at least 0"),
+        (DIVERSITY + "lambdas = [0.1, 0.1]", "lambdas must be a list of distinct numbers or '1/C', got [0.1, 0.1]"),
+        (DIVERSITY + "evaluations = 1", "evaluations is 1; it must be a whole number of at least 2"),
+        (SOLVERS + "batch_size = 0", "batch_size is 0; it must be a whole number of at least 1"),
+        (SOLVERS + "samples = 2.0", "samples is 2.0; it must be a whole number of at least 1"),
     ],
     ids=lambda text: text.partition("\n")[2] or None,
 )
@@ -618,23 +619,23 @@ def test_wrong_options_are_said(says, text, words):
 
 def test_models_that_a_figure_is_not_about_are_said(says):
     assert "the model has 1 branches of 4 channels" in says(COUPLING, "mopteq", "opteq")
-    assert "the model has 3 branches; what is perturbed here is what one branch reconstructs" in says(
+    assert "the model has 3 branches; this figure perturbs what a single branch reconstructs" in says(
         PERTURBATION, "popteq"
     )
-    assert "2 runs are given; this figure is drawn from one." in says(DIVERSITY, "mopteq", "popteq")
+    assert "this figure requires one run, got 2." in says(DIVERSITY, "mopteq", "popteq")
 
 
 def test_figure_3c_needs_a_coupled_run_and_gammas(says):
     for runs in (("mopteq",), ("mopteq", "popteq"), ("augmented-none", "augmented-some")):
-        assert "the first must be of another one than 'augmented-classification'" in says(AUGMENTED, *runs)
+        assert "the first must not have the task 'augmented-classification'" in says(AUGMENTED, *runs)
     twice = ("mopteq", "augmented-none", "augmented-some", "augmented-none")
-    assert "the runs have the gammas 0, 0, 1e-07; each must have its own." in says(AUGMENTED, *twice)
+    assert "the runs have the gammas 0, 0, 1e-07; all must differ." in says(AUGMENTED, *twice)
 
 
 def test_figure_3c_needs_runs_that_have_ended(work, tmp_path):
     run = folder_of(work, "mopteq")
     (tmp_path / "run.json").write_text((run / "run.json").read_text())
-    with pytest.raises(ValueError, match="has no test accuracy: is it trained to the end"):
+    with pytest.raises(ValueError, match="has no test accuracy; if training is unfinished"):
         figures.augmented([open_run(tmp_path)])
 
 
@@ -655,4 +656,4 @@ def test_other_models_have_no_branches(tmp_path, capsys):
         file = figure_file(tmp_path, text, ["core"])
         assert main(["figure", str(file), "--run", str(tmp_path / "core-digits-001")]) == 2
         said = capsys.readouterr().err
-        assert "the model is a ConvEquilibrium; this figure is drawn from an OptEq, POptEq or MOptEq." in said
+        assert "the model is a ConvEquilibrium; this figure requires an OptEq, POptEq or MOptEq." in said

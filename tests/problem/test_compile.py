@@ -16,11 +16,11 @@ from torch import nn
 import equipoise as eq
 from equipoise.lab.data.base import FACTS
 from equipoise.lab.recipes.build import build_model, compile_equilibria, require_compiler
-from equipoise.lab.recipes.recipe import RecipeError, Where, open_recipe
+from equipoise.lab.recipes.reading import RecipeError, Where, open_recipe
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import this_machine
-from equipoise.lab.training.trainer import Interrupted, StopRequest, train
+from equipoise.lab.training.trainer import Stopped, StopRequest, train
 from lab_helpers import RECIPE
 
 TIGHT = eq.Tolerance(1e-6, max_steps=200)
@@ -426,7 +426,7 @@ def trained(folder, *changes, stop_first=False):
         if stop_first:
             stop = StopRequest()
             stop.signal = signal.SIGTERM
-            with pytest.raises(Interrupted):
+            with pytest.raises(Stopped):
                 train(run, machine, stop=stop)
             assert not run.result
         train(run, machine)

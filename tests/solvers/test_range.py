@@ -8,8 +8,7 @@ from torch import nn
 
 import equipoise as eq
 from corpus import true_residual
-from equipoise.problem.rescaled import units
-from equipoise.tolerance import residual_at, scaled_row_norms
+from equipoise.problem.layout import residual_at, row_units, scaled_row_norms
 
 N = 12
 SOLVERS = {
@@ -58,12 +57,12 @@ def test_residuals_do_not_depend_on_the_scale(scale):
     torch.testing.assert_close(residual_at(z, 1.001 * z), torch.tensor([0.001 / 1.001]), rtol=1e-3, atol=0)
 
 
-def test_ordinary_numbers_keep_their_units():
+def test_ordinary_numbers_keep_their_row_units():
     rows = torch.tensor([[1e-8, 0.0], [1e12, 1.0]])
-    assert units(rows, rows) is None
-    assert units(rows, torch.zeros(2, 2)) is None  # nothing is known of a zero
-    assert units(rows, torch.tensor([[1e-25, 0.0], [1.0, 1.0]])) is None  # the state is ordinary
-    unit = units(torch.zeros(2, 2), torch.tensor([[1e-25, 0.0], [1.0, 1.0]]))
+    assert row_units(rows, rows) is None
+    assert row_units(rows, torch.zeros(2, 2)) is None  # nothing is known of a zero
+    assert row_units(rows, torch.tensor([[1e-25, 0.0], [1.0, 1.0]])) is None  # the state is ordinary
+    unit = row_units(torch.zeros(2, 2), torch.tensor([[1e-25, 0.0], [1.0, 1.0]]))
     assert 1e-25 <= unit[0] <= 2e-25
     assert math.log2(unit[0]).is_integer()
     assert unit[1] == 1
@@ -114,7 +113,7 @@ def test_an_absolute_tolerance_keeps_its_unit():
     assert (gap >= 1e-34).all()  # and it is not asked for more
 
 
-def test_a_callback_sees_values_in_their_own_units():
+def test_a_callback_sees_values_in_their_own_row_units():
     x, weight, seen = (1e-27 * X).float(), WEIGHT.float(), []
     f = lambda z, x: z @ weight.mT + x
     sol = eq.fixed_point(f, torch.zeros(4, N), x, callback=lambda p: seen.append((p.rows, p.value, p.image)))
@@ -200,7 +199,7 @@ def test_failure_in_half_precision_names_its_rounding():
     f = lambda z, x: -1.5 * z + x
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     tolerance = eq.Tolerance(max_steps=5)
-    with pytest.warns(eq.ConvergenceWarning, match="tolerance is below what the numbers f computes with resolve"):
+    with pytest.warns(eq.ConvergenceWarning, match="tolerance is below the rounding error of the dtype"):
         eq.fixed_point(f, torch.zeros_like(x), x, solver=eq.Picard(), tolerance=tolerance)
 
 

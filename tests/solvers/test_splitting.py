@@ -716,7 +716,9 @@ def test_operators_in_half_precision_are_refused(spec, low):
 @each_solver
 def test_an_f_without_structure_is_refused(solver):
     x = torch.ones(2, 3)
-    with pytest.raises(TypeError, match=rf"{type(solver).__name__} needs to see .*MonotoneProblem.*Anderson"):
+    with pytest.raises(
+        TypeError, match=rf"{type(solver).__name__} needs f\(z\) = s\(W z \+ b\).*MonotoneProblem.*Anderson"
+    ):
         eq.fixed_point(lambda z, x: torch.relu(0.1 * z + x), torch.zeros(2, 3), x, solver=solver)
 
 
@@ -746,7 +748,9 @@ def test_bad_alpha(method, alpha, error):
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize(("memory", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
 def test_bad_memory(method, memory, error):
-    with pytest.raises(error, match=rf"{method.__name__}.memory is {memory!r}; it must be a whole number at least 0"):
+    with pytest.raises(
+        error, match=rf"{method.__name__}.memory is {memory!r}; it must be a whole number of at least 0"
+    ):
         method(memory=memory)
 
 

@@ -309,20 +309,22 @@ BAD_COUNTS = [0, -1, 1.5, "2", True, None, float("nan")]
 @pytest.mark.parametrize(
     ("function", "option"), [(eq.spectral_radius, "steps"), (eq.jacobian_penalty, "probes")], ids=["radius", "penalty"]
 )
-def test_a_count_that_is_none(function, option, count):
-    with pytest.raises((ValueError, TypeError), match=f"^{option} is {count!r}; it must be a whole number at least 1"):
+def test_invalid_counts(function, option, count):
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^{option} is {count!r}; it must be a whole number of at least 1"
+    ):
         function(shrink, torch.ones(2, 3), **{option: count})
 
 
 @pytest.mark.parametrize("function", [eq.spectral_radius, eq.jacobian_penalty])
-def test_a_generator_that_is_none(function):
+def test_an_invalid_generator(function):
     with pytest.raises(TypeError, match=r"generator is 0; it must be a torch.Generator, or None"):
         function(shrink, torch.ones(2, 3), generator=0)
 
 
 @pytest.mark.parametrize("p", [None, -0.1, 1, 1.0, "0.5", True, float("nan"), float("inf")])
-def test_a_probability_that_is_none(p):
-    words = rf"VariationalDropout.p is {re.escape(repr(p))}; it must be a number at least 0 and below 1"
+def test_an_invalid_probability(p):
+    words = rf"VariationalDropout.p is {re.escape(repr(p))}; it must be a number of at least 0 and below 1"
     with pytest.raises((ValueError, TypeError), match=words):
         eq.VariationalDropout(p)
 

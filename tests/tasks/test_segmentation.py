@@ -25,7 +25,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.results.segment import in_windows
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.drawing import CAMVID_COLORS, CITYSCAPES_COLORS, class_colors, confusion_figure, in_color, overlay
 from equipoise.tasks.segmentation import Segmentation, class_ious, mean_over_windows, spread_over, window_starts
@@ -761,10 +761,10 @@ def test_segment_answers_a_mistake_with_a_sentence(street, image, capsys, tmp_pa
     assert "there is no folder runs/none" in fails("runs/none", image)
     assert "there is no file none.png" in fails(street, "none.png")
     assert "broken.png cannot be read: it is not an image that can be read; formats: PNG" in fails(street, "broken.png")
-    assert "taken.png exists already" in fails(street, image, "-o", "taken.png")
-    assert "free-classes.png exists already" in fails(street, image, "-o", "free.png")
-    assert "a picture's file ends in .png" in fails(street, image, "-o", "seen.jpg")
-    assert "one file, but 2 images are given" in fails(street, image, "taken.png", "-o", "seen.png")
+    assert "taken.png already exists" in fails(street, image, "-o", "taken.png")
+    assert "free-classes.png already exists" in fails(street, image, "-o", "free.png")
+    assert "it must be a file that ends in .png" in fails(street, image, "-o", "seen.jpg")
+    assert "a single file, but there are 2 images" in fails(street, image, "taken.png", "-o", "seen.png")
     assert "would be written to photo-segmented.png" in fails(street, image, "elsewhere/photo.png")
     assert "window is [0, 4]; it must be" in fails(street, image, "--window", 0, 4)
     assert not [path for path in tmp_path.iterdir() if "seen" in path.name or "segmented" in path.name]
@@ -782,7 +782,7 @@ def test_an_image_that_does_not_fit_is_refused_before_it_is_decoded(street, imag
     )
     assert smaller == (
         "equipoise: 7000.png cannot be read: it is 7000 x 7000, and segmenting it into 19 classes takes about 12.9 GB "
-        "of memory; at most 4 GB are taken: make it smaller, or cut it into parts."
+        "of memory; the limit is 4 GB: make it smaller, or cut it into parts."
     )
     assert not list(Path().glob("*-segmented*"))
 
@@ -793,7 +793,7 @@ def test_a_large_image_is_segmented_in_windows_and_said_so():
     large, note = in_windows(task := Segmentation(NAMES), 3000, 4000)
     assert large.window == (1024, 1024)
     assert task.window is None
-    assert note == "segmented in windows of 1024 x 1024, since it is 4000 x 3000; --window sets others"
+    assert note == "segmented in windows of 1024 x 1024, since it is 4000 x 3000; --window sets another size"
     assert in_windows(Segmentation(NAMES, window=[50, 60]), 3000, 4000)[0].window == (50, 60)
 
 
@@ -802,7 +802,7 @@ def test_only_a_run_of_a_segmentation_task_segments(tmp_path, image, capsys):
     assert main(["train", "core/digits", *words]) == 0
     capsys.readouterr()
     assert main(["segment", str(tmp_path / "runs/core-digits-001"), str(image)]) == 2
-    assert "was trained for the task 'classification'; only a run of the task 'segmentation'" in capsys.readouterr().err
+    assert "requires the task 'segmentation'" in capsys.readouterr().err
 
 
 def test_files_are_written_whole_or_not_at_all(street, image, monkeypatch):

@@ -12,7 +12,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_ac
 from torch import nn
 from torch.nn import functional
 
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add
 from equipoise.models.opteq.model import OptEq, POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift

@@ -1,5 +1,7 @@
-"""How a solution is differentiated: implicitly, by a few recorded steps, or by recording them all."""
+"""How a solution is differentiated: implicitly, through a few recorded steps, or by recording all of them."""
 
-from equipoise.gradients.rules import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
+from equipoise.gradients.base import GradientRule
+from equipoise.gradients.implicit import ImplicitGradient
+from equipoise.gradients.steps import PhantomGradient, UnrolledGradient
 
 __all__ = ["GradientRule", "ImplicitGradient", "PhantomGradient", "UnrolledGradient"]

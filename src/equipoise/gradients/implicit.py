@@ -4,32 +4,151 @@ Let z* solve z = f(z, theta). For a loss with gradient v at z*, the gradient wit
 where u solves the adjoint system u = v + J^T u, J = df/dz at z*: again a fixed point, solved by the same loop.
 
 First order: f is recorded once at z*, and autograd pulls u back through that record to whatever f captured. Higher
-orders (``create_graph=True``): u is itself the solution of a fixed-point problem in (v, z*, theta) and is attached in
-the same way; u^T df/dtheta is evaluated apart from the running graph (:class:`_Isolated`), since z* in it is the output
-of the very node whose backward is running, and asking autograd to pass through that node would wait for ever.
+orders (``create_graph=True``): u itself solves a fixed-point problem in (v, z*, theta) and is attached in the same way;
+u^T df/dtheta is evaluated apart from the running graph (:class:`_Isolated`), since its z* is the output of the very
+node whose backward pass is running, and autograd would deadlock.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from equipoise.gradients.graph import captured_tensors, edges
-from equipoise.problem.compiled import require_buffers
-from equipoise.problem.function import Count, Problem
-from equipoise.solution import Report
-from equipoise.solvers.base import Solved, Solver, solve
+from equipoise.gradients.base import GradientRule
+from equipoise.options import option, options
+from equipoise.problem.captures import captured_tensors, edges, require_gradient_paths
+from equipoise.problem.compiled import DYNAMO, require_buffers
+from equipoise.problem.independence import NOT_A_FUNCTION
+from equipoise.problem.layout import leaves, residual_at
+from equipoise.problem.problem import DerivedProblem, FunctionProblem, ImpureFunctionWarning, Problem
+from equipoise.solution import Report, warn_user
+from equipoise.solvers.base import Solver
+from equipoise.solvers.broyden import Broyden
 from equipoise.solvers.krylov import GMRES
-from equipoise.tolerance import Tolerance, residual_at
+from equipoise.solvers.loop import Solved, solve
+from equipoise.tolerance import Tolerance
+
+
+@options
+class ImplicitGradient(GradientRule):
+    """The gradient of the equilibrium itself, by the implicit function theorem; memory does not grow with steps.
+
+    For a loss with gradient v at z*, it solves the adjoint system u = v + J^T u, J the Jacobian of f at z*, and pulls u
+    back through one recorded evaluation of f. With ``create_graph=True`` the adjoint system is differentiated in the
+    same way, to every order. z* does not depend on z0, which therefore gets no gradient.
+
+    Args:
+        solver: solver of the adjoint system; None uses the forward solver (for NewtonKrylov, its inner one).
+        tolerance: tolerance of the adjoint system; None uses the forward one, without its absolute part.
+        start: guess of u, structured like the value, e.g. the ``adjoint`` of an earlier Solution.
+        shine: whether to start from the inverse Jacobian estimate of a forward :class:`Broyden` solve. With
+            ``tolerance=Tolerance(max_steps=1)`` the estimate is used directly, and its residual reported.
+
+    Example:
+        >>> eq.fixed_point(f, z0, x, gradient=eq.ImplicitGradient(solver=eq.GMRES()))
+
+    Reference: S. Bai, J. Z. Kolter, V. Koltun, "Deep equilibrium models" (2019), theorem 1; Z. Ramzi et al.,
+    "SHINE" (2022).
+    """
+
+    solver: Solver | None = option(default=None, kind=Solver, optional=True)
+    tolerance: Tolerance | None = option(default=None, kind=Tolerance, optional=True)
+    start: Any = field(default=None, compare=False, repr=False)
+    shine: bool = option(default=False, kind=bool)
+
+    @property
+    def keeps_states(self) -> bool:  # type: ignore[override]
+        return self.shine
+
+    def check(self, problem: FunctionProblem, solver: Solver) -> None:
+        if self.shine and not isinstance(solver, Broyden):
+            raise TypeError(
+                "ImplicitGradient(shine=True) reuses the estimate of Broyden, and the forward solver is "
+                f"{solver!r}: use solver=Broyden(...), or shine=False."
+            )
+        if self.start is not None and not problem.fits(self.start):
+            raise ValueError(
+                "ImplicitGradient.start must be structured and shaped like z0, including the batch; "
+                f"got {', '.join(str(tuple(t.shape)) for _, t in leaves(self.start, 'start'))}."
+            )
+
+    def record(self, problem: FunctionProblem, z: Tensor) -> Record:
+        return Record.of(problem, z)
+
+    def attach(self, solved: Solved, report: Report) -> Tensor:
+        solver, tolerance = self.solver or solved.solver.for_adjoint(), self.tolerance or solved.tolerance
+        if self.tolerance is None and (tolerance.absolute or not tolerance.relative):
+            # An absolute tolerance refers to z; the size of a loss's gradient has nothing to do with it.
+            relative = tolerance.relative or Tolerance.relative
+            tolerance = dataclasses.replace(tolerance, relative=relative, absolute=0.0)
+
+        def attach(part: Solved, rows: Tensor) -> Tensor:
+            problem = cast(FunctionProblem, part.problem)
+            adjoint = Adjoint(solver, tolerance, report, rows, len(solved.z), self.guess(solved, rows))
+            known = None if solver.needs else part.record  # f recorded where the loop ended
+            record = known or adjoint.record(problem, part.z, part.companion)
+            value = adjoint.attach(problem, part.z, record)
+            require_gradient_paths(problem, record.z, record.image)
+            if not (solver.needs or known):
+                check_record(problem, record.z, record.image, part.stats.residual)
+            return value
+
+        return on_finite_samples(solved, attach)
+
+    def guess(self, solved: Solved, rows: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that guesses u from v for the samples ``rows``; None if v itself is the guess."""
+        if self.start is not None:
+            start = solved.problem.pack(self.start).detach().index_select(0, rows)
+            return lambda cotangent: start
+        if self.shine and isinstance(solved.solver, Broyden):
+            return partial(shine_estimate, solved.solver, solved.states, rows)
+        return None
+
+
+def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tensor, cotangent: Tensor) -> Tensor:
+    """Return (I - J^T)^-1 v as estimated by Broyden's updates, for each sample those until it stopped."""
+    place = {int(row): i for i, row in enumerate(rows)}
+    estimate = cotangent.clone()
+    for samples, state in states:
+        kept = [i for i, sample in enumerate(samples.tolist()) if sample in place]
+        if kept:
+            at = torch.tensor([place[int(samples[i])] for i in kept], device=rows.device)
+            part = solver.take(state, torch.tensor(kept, device=rows.device))
+            estimate[at] = solver.adjoint_estimate(part, cotangent[at])
+    return estimate
+
+
+def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
+    """Warn unless the recorded image is the one the solver saw."""
+    with torch.no_grad():
+        difference = (residual_at(z, image) - residual).abs()
+        if bool((torch.isfinite(residual) & ~(difference <= 0.01 * residual + 100 * problem.rounding)).any()):
+            warn_user(NOT_A_FUNCTION, ImpureFunctionWarning)
+
+
+def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]) -> Tensor:
+    """Attach a gradient where f is finite at the value; other samples would spoil every gradient sum.
+
+    Without explicit inputs, samples cannot be left out, and all are recorded together.
+    """
+    residual = solved.stats.residual
+    rows = torch.isfinite(residual).nonzero().squeeze(1)
+    if not solved.problem.gatherable or len(rows) == len(residual):
+        return attach(solved, torch.arange(len(residual), device=rows.device))
+    if not len(rows):
+        return solved.z.clone().requires_grad_()  # nothing to differentiate; a backward pass is allowed all the same
+    return solved.z.index_copy(0, rows, attach(solved.take(rows), rows))
 
 
 def recorded(problem: Problem, z: Tensor) -> Tensor:
-    """f at ``z`` with its graph."""
+    """Return f at ``z`` with its graph."""
     with torch.enable_grad():
         if problem.autocast:
             torch.clear_autocast_cache()  # weights that were cast inside the loop were cast without a graph
@@ -37,50 +156,61 @@ def recorded(problem: Problem, z: Tensor) -> Tensor:
 
 
 def reusable_record(problem: Problem, z: Tensor) -> Tensor:
-    """:func:`recorded`, for a backward pass that runs many times."""
+    """Return f at ``z`` with its graph, for a backward pass that runs many times."""
     image = recorded(problem, z)
-    require_buffers(node for node, _ in edges(image, [z, *problem.sources]))
+    if DYNAMO in sys.modules:
+        require_buffers(node for node, _ in edges(image, [z, *problem.sources]))
     return image
 
 
 def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
-    """``value`` with the gradient that ``image`` has."""
+    """Return ``value`` with the gradient of ``image``."""
     return _Attach.apply(lambda cotangent: cotangent, None, image, value)
 
 
 @dataclass
 class Record:
-    """f recorded at z: the graph through which a gradient is pulled back.
+    """f recorded at z: the graph through which a gradient is pulled back."""
 
-    Attributes:
-        problem: the problem with ``views`` in place of its sources, to tell them from captures of the same tensors.
-        z: where; a leaf that requires a gradient, unless ``split`` makes that unnecessary.
-        image: f(z) with its graph; W z + b where f is split.
-        split: the structure of f, where a splitting solver sees it, and ``pre`` the value of W z + b.
-    """
-
-    problem: Problem
+    problem: Problem  # with ``views`` in place of its sources, to tell them from captures of the same tensors
     views: list[Tensor]
-    z: Tensor
-    image: Tensor
-    split: Any = None
-    pre: Tensor | None = None
+    z: Tensor  # a leaf that requires a gradient
+    image: Tensor  # f(z) with its graph
+
+    @staticmethod
+    def viewed(problem: Problem) -> tuple[Problem, list[Tensor]]:
+        with torch.enable_grad():  # the loop, which may call this, records nothing
+            views = [tensor.view_as(tensor) for tensor in problem.sources]
+        return problem.with_sources(views), views
 
     @classmethod
-    def of(cls, problem: Problem, z: Tensor, pre: Tensor | None = None, *, structured: bool = False) -> Record:
-        """Record f at ``z``."""
-        with torch.enable_grad():  # the loop that asks for it records nothing
-            views = [tensor.view_as(tensor) for tensor in problem.sources]
-        narrow = problem.with_sources(views)
-        if not structured or (split := narrow.splitting()) is None:
-            z = z.detach().requires_grad_()
-            return cls(narrow, views, z, reusable_record(narrow, z))
-        z = z.detach()  # no product with W^T is asked of autograd
-        split.share(problem.splitting())
-        if pre is None:
-            with torch.no_grad():
-                pre = split.preactivation(z)
-        return cls(narrow, views, z, split.recorded(z, pre), split, pre)
+    def of(cls, problem: Problem, z: Tensor) -> Record:
+        problem, views = cls.viewed(problem)
+        z = z.detach().requires_grad_()
+        return cls(problem, views, z, reusable_record(problem, z))
+
+    def pull(self, adjoint: Adjoint, cotangent: Tensor) -> Tensor:
+        """Return the cotangent of ``image``: u = (I - J^T)^-1 v, J the Jacobian of the recorded map z -> image."""
+        cotangent = cotangent.detach()
+        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
+        system = AdjointProblem(self.problem, self.z, self.image, torch.where(finite, cotangent, 0.0))
+        u = adjoint.solve(system, system.cotangent if adjoint.start is None else adjoint.start(system.cotangent))
+        return torch.where(finite, u, cotangent)  # a loss that is NaN or infinite stays so: gradient scalers check it
+
+    def full(self, u: Tensor, cotangent: Tensor) -> Tensor:
+        """Return the u that belongs to f from that of ``image``."""
+        return u
+
+    def value(self) -> Tensor:
+        """Return f(z)."""
+        return self.image.detach()
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A structure of f that records f by itself, for a backward pass by the solver that needs it."""
+
+    def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> Record: ...
 
 
 @dataclass
@@ -90,111 +220,82 @@ class Adjoint:
     solver: Solver
     tolerance: Tolerance
     report: Report
-    rows: Tensor  # which samples of the batch these are
+    rows: Tensor  # indices of these samples in the batch
     batch: int
-    start: Callable[[Tensor], Tensor] | None = None  # a guess of u from v
+    start: Callable[[Tensor], Tensor] | None = None  # guesses u from v
 
-    def attach(
-        self, problem: Problem, solution: Tensor, *, pre: Tensor | None = None, record: Record | None = None
-    ) -> tuple[Tensor, Record]:
-        """Return ``solution`` with the gradient of a fixed point of ``problem``, and the record that gives it.
+    def record(self, problem: Problem, solution: Tensor, companion: Tensor | None) -> Record:
+        shown = problem.structure(self.solver.needs) if self.solver.needs else None
+        if isinstance(shown, Recordable):
+            return shown.record(problem, solution, companion)
+        return Record.of(problem, solution)
 
-        Args:
-            problem: z = f(z).
-            solution: its solution, as rows.
-            pre: W z + b there, where a splitting solver knows it; then nothing is evaluated again.
-            record: f recorded there, where that has been done.
-        """
-        if record is None:
-            record = Record.of(problem, solution, pre, structured=self.solver.structured)
-        if record.split is None:
-            first, full, before = partial(self.pull, record), None, record.image.detach
-        else:
-            assert record.pre is not None
-            first, full = partial(self.pull_by_splitting, record, record.split), record.split.product_adjoint
-            before = partial(record.split.activation, record.pre)
+    def attach(self, problem: Problem, solution: Tensor, record: Record) -> Tensor:
+        """Return ``solution`` with the gradient of a fixed point of ``problem``, which ``record`` provides."""
         sources = problem.sources
         captured = captured_tensors(record.image, [record.z, *record.views], problem.visible_tensors)
-        higher = partial(self.differentiable_pull, problem, before, len(sources), full)
-        return _Attach.apply(first, higher, record.image, solution, *sources, *captured), record
+        higher = partial(self.differentiable_pull, problem, record, len(sources))
+        return _Attach.apply(partial(record.pull, self), higher, record.image, solution, *sources, *captured)
 
-    def report_solve(self, solved: Solved) -> None:
-        """Report the adjoint system: in the Solution, if that is still in use, and as a warning or an error."""
+    def solve(self, system: Problem, guess: Tensor) -> Tensor:
+        """Return the solution of an adjoint system, and report it."""
+        solved = solve(system, guess, system(guess), self.solver, self.tolerance)
         solution = self.report.solution() if self.report.solution is not None else None
         if solution is not None:
-            stats, adjoint = solved.stats.spread(self.rows, self.batch), solved.z
+            stats, adjoint = solved.stats, solved.z
             if len(self.rows) < self.batch:
-                adjoint = solved.z.new_zeros(self.batch, solved.z.shape[1]).index_copy(0, self.rows, solved.z)
-            coupled = len(solution.result) != self.batch
-            solution.backward = stats.expand(len(solution.result)) if coupled else stats
+                stats = stats.spread(self.rows, self.batch)
+                adjoint = adjoint.new_zeros(self.batch, adjoint.shape[1]).index_copy(0, self.rows, adjoint)
+            coupled = len(solution.stats.result) != self.batch
+            solution.backward = stats.expand(len(solution.stats.result)) if coupled else stats
             solution.adjoint = solved.problem.unpack(adjoint)
-        self.report.failure(solved.stats, "backward", below_rounding=solved.below_rounding)
-
-    def pull(self, record: Record, cotangent: Tensor) -> Tensor:
-        """u = (I - J^T)^-1 v, with J that of the recorded map z -> image."""
-        cotangent = cotangent.detach()
-        finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = AdjointProblem(record.problem, record.z, record.image, torch.where(finite, cotangent, 0.0))
-        guess = system.cotangent if self.start is None else self.start(system.cotangent)
-        solved = solve(system, guess, system(guess), self.solver, self.tolerance)
-        self.report_solve(solved)
-        return torch.where(finite, solved.z, cotangent)  # a loss that is NaN or infinite stays so: scalers look for it
-
-    def pull_by_splitting(self, record: Record, split: Any, cotangent: Tensor) -> Tensor:
-        """J u, the cotangent of W z + b, where f(z) = s(W z + b) and J = s' there; u = v + W^T (J u) (theorem 3)."""
-        problem, pre = record.problem, record.image.detach()
-        cotangent = problem.layout.arranged(cotangent.detach())
-        finite = torch.isfinite(cotangent.sum(dim=1))[:, None]  # a sum with a NaN is one
-        if not (whole := bool(finite.all())):  # or one that has overflowed
-            finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
-        system = SplitAdjoint(problem, split.adjoint(pre, cotangent if whole else torch.where(finite, cotangent, 0.0)))
-        guess = torch.zeros_like(cotangent) if self.start is None else self.start(cotangent)
-        solved = solve(system, guess, system(guess), self.solver, self.tolerance)
-        self.report_solve(solved)
-        return solved.z if whole else torch.where(finite, solved.z, cotangent)
+        if not solved.converged:
+            self.report.failure(solved.stats, "backward", below_rounding=solved.below_rounding)
+        return solved.z
 
     def differentiable_pull(
         self,
         problem: Problem,
-        before: Callable[[], Tensor],
+        record: Record,
         count: int,
-        full: Callable[[Tensor], Tensor] | None,
         u: Tensor,
         cotangent: Tensor,
         value: Tensor,
         *tensors: Tensor,
     ) -> Sequence[Tensor]:
-        """u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, as a function of all."""
+        """Return u^T df/dtheta for the ``count`` sources and the captured leaves in ``tensors``, differentiably."""
         sources, captured = tensors[:count], tensors[count:]
-        if full is not None:
-            with torch.no_grad():
-                u = cotangent + full(u)
+        with torch.no_grad():
+            u, before = record.full(u, cotangent), record.value()
         at = value.view_as(value)
         there = problem.with_sources(sources)
         image = recorded(there, at)
-        if not agree(problem, image, before()):
-            raise RuntimeError(ANOTHER_FUNCTION)
+        if not agree(problem, image, before):
+            raise RuntimeError(
+                "f has changed since the forward pass, so its second derivative is not available: parameters were "
+                "swapped (torch.func.functional_call around the layer: call it inside f instead), inputs overwritten, "
+                "or train and eval mode switched between forward and backward."
+            )
         if any("CompiledFunction" in node.name() for node, _ in edges(image, [at, *sources])):
             raise RuntimeError(
-                "torch.compile gives f no second derivative: for create_graph=True use the f that is not compiled."
+                "a compiled f has no second derivative: for create_graph=True use the f that is not compiled."
             )
         system = AdjointProblem(there, at, image, cotangent)
-        solver = GMRES() if self.solver.structured else self.solver  # this system shows no structure to split by
-        again = replace(self, solver=solver, start=None, report=Report(self.report.on_failure))
-        u, _ = again.attach(system, u)
+        solver = GMRES() if self.solver.needs else self.solver  # this system has no structure to split
+        again = dataclasses.replace(self, solver=solver, start=None, report=Report(self.report.on_failure))
+        u = again.attach(system, u, Record.of(system, u))
         return _Isolated.apply(partial(pullback, problem, captured), 2 + count, u, value, *sources, *captured)
 
 
-class AdjointProblem(Problem):
+class AdjointProblem(DerivedProblem):
     """u -> v + J^T u, with J the Jacobian of the recorded map z -> image of ``problem``."""
 
     affine = True
 
     def __init__(self, problem: Problem, z: Tensor, image: Tensor, cotangent: Tensor):
-        self.problem, self.z, self.image, self.cotangent = problem, z, image, cotangent
-        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
+        super().__init__(problem)
+        self.z, self.image, self.cotangent = z, image, cotangent
         self.unpack = problem.unpack
-        self.count = Count()
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.cotangent + self.product(rows)
@@ -209,9 +310,9 @@ class AdjointProblem(Problem):
             return None
         z = self.z.detach().index_select(0, rows).requires_grad_()
         image = reusable_record(narrow, z)
-        self.count.add(len(rows))  # the record made anew
+        self.count.add(len(rows))  # the new record
         if not agree(self.problem, image, self.image.index_select(0, rows)):
-            return None  # f is another function by now (see ANOTHER_FUNCTION): keep to the record of the forward pass
+            return None  # f has changed since the forward pass: keep to its record
         taken = AdjointProblem(narrow, z, image, self.cotangent.index_select(0, rows))
         taken.count = self.count
         return taken
@@ -219,10 +320,6 @@ class AdjointProblem(Problem):
     @property
     def visible_tensors(self) -> list[Tensor]:
         return self.problem.visible_tensors
-
-    @property
-    def rounding(self) -> float:
-        return self.problem.rounding
 
     @property
     def sources(self) -> list[Tensor]:
@@ -235,49 +332,14 @@ class AdjointProblem(Problem):
         return AdjointProblem(inner, z, recorded(inner, z), cotangent)
 
 
-class SplitAdjoint(Problem):
-    """u -> J (W^T u + v): the adjoint system of z = s(W z + b) in a form that splitting solvers see through."""
-
-    affine = True
-
-    def __init__(self, problem: Problem, split: Any):
-        self.problem, self.split = problem, split
-        self.layout, self.device, self.gatherable = problem.layout, problem.device, problem.gatherable
-        self.count = Count()
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        self.count.add(rows.shape[0])
-        with torch.no_grad():
-            return self.split.activation(self.split.preactivation(rows))
-
-    def splitting(self) -> Any:
-        return self.split
-
-    def take(self, rows: Tensor) -> SplitAdjoint:
-        taken = SplitAdjoint(self.problem, self.split.take(rows, self.split.scope))
-        taken.count = self.count
-        return taken
-
-    @property
-    def rounding(self) -> float:
-        return self.problem.rounding
-
-
-ANOTHER_FUNCTION = (
-    "f is another function now than in the forward pass, so that its second derivative cannot be had: parameters were "
-    "swapped (torch.func.functional_call around the layer: call it inside f instead), inputs overwritten, or train and "
-    "eval mode switched between forward and backward."
-)
-
-
 def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:
-    """Whether f evaluated again gave what it gave before, up to rounding."""
+    """Return whether f evaluated again gave the same image up to rounding."""
     with torch.no_grad():
         return bool((residual_at(image, before) <= 1000 * problem.rounding).all())
 
 
 def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor, *sources: Tensor) -> Sequence[Tensor]:
-    """u^T df/dtheta for the sources and captured leaves of f recorded at z; differentiable when grad mode is on."""
+    """Return u^T df/dtheta for the sources and captured leaves of f at z; differentiable in grad mode."""
     create_graph = torch.is_grad_enabled()
     fresh = [isolated(tensor) for tensor in sources]
     image = recorded(problem.with_sources(fresh), z.detach() if not create_graph else isolated(z))
@@ -287,31 +349,27 @@ def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor,
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """torch.autograd.grad with zeros where there is no path, keeping the graph."""
+    """Return torch.autograd.grad, with zeros where there is no path; the graph is kept."""
     paths = [(out, cotangent) for out, cotangent in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not paths or not inputs:
         return [torch.zeros_like(tensor) for tensor in inputs]
-    found = torch.autograd.grad(
-        [out for out, _ in paths],
-        inputs,
-        [cotangent for _, cotangent in paths],
-        retain_graph=True,
-        create_graph=create_graph,
-        allow_unused=True,
+    reached, vectors = zip(*paths, strict=True)
+    products = torch.autograd.grad(
+        reached, inputs, vectors, retain_graph=True, create_graph=create_graph, allow_unused=True
     )
-    return [torch.zeros_like(tensor) if g is None else g for g, tensor in zip(found, inputs, strict=True)]
+    return [torch.zeros_like(tensor) if g is None else g for g, tensor in zip(products, inputs, strict=True)]
 
 
 def isolated(tensor: Tensor) -> Tensor:
-    """A stand-in at which a gradient can be asked for: a view, or a leaf where there is no graph."""
+    """Return a stand-in with respect to which gradients can be taken: a view, or a leaf where there is no graph."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 class _Attach(torch.autograd.Function):
     """The value of one tensor with the gradient of another.
 
-    First order: ``first`` turns the cotangent into that of ``image``. With create_graph, ``higher`` gives the gradients
-    of ``tensors`` as differentiable functions, and ``image`` gets none.
+    First order: ``first`` turns the cotangent into that of ``image``. With create_graph, ``higher`` returns the
+    gradients of ``tensors`` as differentiable functions, and ``image`` gets none.
     """
 
     @staticmethod
@@ -332,9 +390,9 @@ class _Attach(torch.autograd.Function):
 
 
 class _Isolated(torch.autograd.Function):
-    """fn(*tensors) differentiated apart from the graph the tensors come from, to every order.
+    """fn(*tensors), differentiated to every order apart from the graph that the tensors come from.
 
-    The first ``count`` tensors are arguments of ``fn``, the rest are leaves it captures.
+    The first ``count`` tensors are arguments of ``fn``, the others are leaves it captures.
     """
 
     @staticmethod

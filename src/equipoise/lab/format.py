@@ -1,17 +1,21 @@
-"""Words for numbers, and names that are safe to print."""
+"""Format metrics and durations for people, and escape names so that they are safe to print."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-# What terminals and browsers act on: control characters but line ends and tabs, marks that turn the direction of
-# writing, and bytes of a file's name that are no text.
+# What terminals and browsers act on: control characters other than line breaks and tabs, marks that change the
+# direction of writing, and bytes of a file name that are not valid characters.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def shown(name: str, value: Any) -> str:
-    """A number as people write it; the name says what it is."""
+def format_metric(name: str, value: float | str | None) -> str:
+    """Format a value by the name of its metric: accuracies in percent, times as durations.
+
+    Example:
+        >>> format_metric("test accuracy", 0.98055)
+        '98.06%'
+    """
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -36,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(name: object) -> str:
-    """A name, such as a file's, with a backslash escape for every character that a terminal would act on.
+    """Escape every character of a name that a terminal would act on.
 
     Example:
         >>> printable("cat\x1b[2J.png")
@@ -46,5 +50,5 @@ def printable(name: object) -> str:
 
 
 def printable_text(text: str) -> str:
-    """The same for a text of several lines, whose ends and tabs stay."""
-    return CONTROLS.sub(lambda found: printable(found[0]), text)
+    """Escape the same characters in a text of several lines, keeping line breaks and tabs."""
+    return CONTROLS.sub(lambda match: printable(match[0]), text)

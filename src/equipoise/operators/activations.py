@@ -1,6 +1,6 @@
 """Activations that are proximal maps, s = prox_f^1 of a convex f, with their prox_f^alpha (eq. 4 of the monDEQ paper).
 
-An elementwise s is one exactly when it never decreases and its slope never exceeds 1. Then f'(z) = s^-1(z) - z, and a
+An elementwise s is one exactly if it never decreases and its slope never exceeds 1. Then f'(z) = s^-1(z) - z, and a
 fixed point of s(W z + b) is a zero of the sum of two monotone operators (theorem 1), which splitting methods find.
 
 E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020); which activations are proximal maps:
@@ -18,44 +18,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.options import options, require
+from equipoise.options import is_number, options, require, require_number, unknown
 from equipoise.problem.layout import inverse
-from equipoise.registry import unknown
 
 
 class ProximalActivation(ABC):
     """An elementwise s = prox_f^1. ``act(x)`` is recorded by autograd; the other methods are used without a graph.
 
-    Your own is a subclass with these methods; each returns a new tensor, laid out in memory as its input.
+    To add your own, subclass it; each method returns a new tensor with the memory layout of its input.
     """
 
-    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """s(x)."""
+        """Return s(x)."""
+        return self.prox(x, 1.0)
 
     @abstractmethod
     def prox(self, x: Tensor, alpha: float) -> Tensor:
-        """The z that minimises 1/2 (x - z)^2 + alpha f(z), for alpha > 0 (eq. 4)."""
+        """Return the z that minimises 1/2 (x - z)^2 + alpha f(z), for alpha > 0 (eq. 4)."""
 
     def reflect(self, x: Tensor, alpha: float) -> Tensor:
-        """2 prox(x) - x."""
+        """Return 2 prox(x) - x."""
         return torch.lerp(x, self.prox(x, alpha), 2.0)
 
     @abstractmethod
     def derivative(self, x: Tensor) -> Tensor:
-        """s'(x); at a kink, the value that autograd takes."""
+        """Return s'(x); at a kink, the value that autograd takes."""
 
     @abstractmethod
     def function(self, z: Tensor) -> Tensor:
-        """The convex f, entry by entry; infinite outside its domain."""
+        """Return the convex f elementwise; infinite outside its domain."""
 
 
 @options
 class ReLU(ProximalActivation):
-    """max(x, 0): the projection onto z >= 0, whatever alpha."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.relu(x)
+    """max(x, 0): the projection onto z >= 0, for every alpha."""
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return torch.relu(x)
@@ -64,7 +60,7 @@ class ReLU(ProximalActivation):
         return x.abs()
 
     def derivative(self, x: Tensor) -> Tensor:
-        return torch.gt(x, 0, out=torch.empty_like(x))  # without a boolean in between, three times faster
+        return torch.gt(x, 0, out=torch.empty_like(x))  # three times faster than through a boolean tensor
 
     def function(self, z: Tensor) -> Tensor:
         return indicator(z >= 0, z)
@@ -75,16 +71,13 @@ class LeakyReLU(ProximalActivation):
     """x, times ``slope`` where negative: f(z) = (1 / slope - 1) z^2 / 2 for z < 0, else 0.
 
     Args:
-        slope: in (0, 1]; 1 is the identity.
+        slope: slope left of 0, in (0, 1]; 1 gives the identity.
     """
 
     slope: float = 0.01
 
     def __post_init__(self) -> None:
         require(self, "slope", above=0.0, at_most=1.0)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x, self.slope)
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return F.leaky_relu(x, self.shrunk(alpha))
@@ -93,8 +86,9 @@ class LeakyReLU(ProximalActivation):
         return F.leaky_relu(x, 2 * self.shrunk(alpha) - 1)
 
     def shrunk(self, alpha: float) -> float:
-        """The slope of prox^alpha where x < 0."""
-        return self.slope / (self.slope + positive(alpha) * (1 - self.slope))
+        """Return the slope of prox^alpha where x < 0."""
+        require_number("alpha", alpha, above=0)
+        return self.slope if alpha == 1 else self.slope / (self.slope + alpha * (1 - self.slope))
 
     def derivative(self, x: Tensor) -> Tensor:
         return (x > 0).to(x.dtype).clamp(min=self.slope)
@@ -105,10 +99,7 @@ class LeakyReLU(ProximalActivation):
 
 @options
 class HardTanh(ProximalActivation):
-    """x clamped to [-1, 1]: the projection onto it, whatever alpha."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.hardtanh(x)
+    """x clamped to [-1, 1]: the projection onto that interval, for every alpha."""
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return F.hardtanh(x)
@@ -125,7 +116,7 @@ class SoftThreshold(ProximalActivation):
     """x moved towards 0 by ``threshold``, and 0 within it: f(z) = threshold |z|.
 
     Args:
-        threshold: at least 0, where 0 is the identity.
+        threshold: non-negative number; 0 gives the identity.
     """
 
     threshold: float = 0.5
@@ -133,11 +124,9 @@ class SoftThreshold(ProximalActivation):
     def __post_init__(self) -> None:
         require(self, "threshold", at_least=0.0)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.softshrink(x, self.threshold)
-
     def prox(self, x: Tensor, alpha: float) -> Tensor:
-        return F.softshrink(x, self.threshold * positive(alpha))
+        require_number("alpha", alpha, above=0)
+        return F.softshrink(x, self.threshold * alpha)
 
     def derivative(self, x: Tensor) -> Tensor:
         return (x.abs() > self.threshold).to(x.dtype)
@@ -146,24 +135,40 @@ class SoftThreshold(ProximalActivation):
         return self.threshold * z.abs()
 
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 class SmoothActivation(ProximalActivation):
     """A smooth s. Its prox^alpha(x) is s(p) for the root p of phi(p) = s(p) + alpha (p - s(p)) = x.
 
     The slope of phi lies between 1 and alpha. Where s is convex, phi is convex if alpha < 1 and concave if alpha > 1;
     where s is concave, the other way round. Newton's method needs no bracket: a convex phi lies above its asymptotes
-    and tangents, so their nearest root is right of its own, and the method descends from there without overshooting.
+    and tangents, so the nearest of their roots is to the right of its own, and the method descends from there without
+    overshooting.
     """
 
-    @abstractmethod
-    def start(self, x: Tensor, alpha: float) -> Tensor:
-        """The root of the asymptote or tangent of phi that is nearest to its own."""
+    limits = (-1.0, 1.0)  # of s at minus and plus infinity
+    centre = (0.0, 1.0)  # s and s' at 0, where s turns from convex to concave
 
     @abstractmethod
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """s, p - s, s' and 1 - s' at p, without any cancellation that alpha would magnify."""
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def parts(self, p: Tensor, alpha: float) -> Parts:
+        """Return s, p - s, s' and 1 - s' at p, without any cancellation that alpha would magnify."""
+
+    def start(self, x: Tensor, alpha: float) -> Tensor:
+        """Return the root of the asymptote or tangent of phi that is nearest to its own."""
+        low, high = (x.sub((1 - alpha) * limit).div_(alpha) for limit in self.limits)
+        value, slope = self.centre
+        tangent = x  # where s(p) = p near 0
+        if self.centre != (0.0, 1.0):
+            tangent = x.sub((1 - alpha) * value).div_(alpha + (1 - alpha) * slope)
+        return tangent.clamp(low, high) if alpha > 1 else tangent.clamp(high, low)
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
-        if positive(alpha) == 1:
+        require_number("alpha", alpha, above=0)
+        if alpha == 1:
             return self(x)
         if x.numel() <= BLOCK or not x.is_cpu:
             return self.newton(x, alpha)
@@ -173,27 +178,27 @@ class SmoothActivation(ProximalActivation):
         return z.view(x.shape).permute(inverse(order))
 
     def newton(self, x: Tensor, alpha: float) -> Tensor:
-        """prox^alpha by Newton's method, each entry until its own convergence."""
+        """Return prox^alpha by Newton's method, each entry iterated until it has converged itself."""
         eps = torch.finfo(x.dtype).eps
         near, far = 1 / max(1.0, alpha), alpha / max(1.0, alpha)  # phi scaled, so that nothing overflows
         rounding = 2 * eps * near * x.abs()
         p = self.start(x, alpha)
-        going = torch.ones_like(p, dtype=torch.bool)
+        active = torch.ones_like(p, dtype=torch.bool)
         for _ in range(STEPS):
             s, gap, slope, rest = self.parts(p, alpha)
             missing = near * (x - s) - far * gap
             step = missing / (near * slope + far * rest)
-            going &= step.isfinite()  # there is no step from an infinite or missing x: the answer is s(x), its limit
-            p = torch.where(going, p + step, p)
-            # Convergence is quadratic: done after a step of half the digits, or from a residual of rounding size.
-            going &= (step.abs() > math.sqrt(eps) / 8 * torch.maximum(p.abs(), s.abs())) & (missing.abs() > rounding)
-            if not going.any():
+            active &= step.isfinite()  # an infinite or NaN x has no step: the answer is s(x), its limit
+            p = torch.where(active, p + step, p)
+            # Convergence is quadratic: done after a step of half the digits, or with a residual of rounding size.
+            active &= (step.abs() > math.sqrt(eps) / 8 * torch.maximum(p.abs(), s.abs())) & (missing.abs() > rounding)
+            if not active.any():
                 break
         return self(p)
 
 
-STEPS = 100  # 12 are the most that alpha from 1e-4 to 1e4 was seen to take
-BLOCK = 2**16  # entries at a time on a CPU: they stay in its cache, and there are no large temporaries
+STEPS = 100  # 12 were the most observed for alpha from 1e-4 to 1e4
+BLOCK = 2**16  # entries processed at a time on a CPU, so that they stay in its cache without large temporaries
 
 
 @options
@@ -203,12 +208,7 @@ class Tanh(SmoothActivation):
     def __call__(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
 
-    def start(self, x: Tensor, alpha: float) -> Tensor:
-        # Asymptotes: s = -1 and s = 1; the tangent at 0, where s turns from convex to concave: p = x.
-        low, high = (x + (1 - alpha)) / alpha, (x - (1 - alpha)) / alpha
-        return x.clamp(low, high) if alpha > 1 else x.clamp(high, low)
-
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, p: Tensor, alpha: float) -> Parts:
         s = torch.tanh(p)
         gap = p - s
         if alpha > 1:  # Lambert: tanh(p) = p / (1 + q), q = p^2 / (3 + p^2 / (5 + ...)), which needs no difference
@@ -231,16 +231,12 @@ class Tanh(SmoothActivation):
 class Arctan(SmoothActivation):
     """arctan(x): f(z) = -log(cos(z)) - z^2 / 2 between -pi/2 and pi/2."""
 
+    limits = (-math.pi / 2, math.pi / 2)
+
     def __call__(self, x: Tensor) -> Tensor:
         return torch.arctan(x)
 
-    def start(self, x: Tensor, alpha: float) -> Tensor:
-        # Asymptotes: s = -pi/2 and s = pi/2; the tangent at 0, where s turns from convex to concave: p = x.
-        shift = (1 - alpha) * math.pi / 2
-        low, high = (x + shift) / alpha, (x - shift) / alpha
-        return x.clamp(low, high) if alpha > 1 else x.clamp(high, low)
-
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, p: Tensor, alpha: float) -> Parts:
         s, square = torch.arctan(p), p * p
         gap = p - s
         if alpha > 1:  # Gauss: arctan(p) = p / (1 + q), q = p^2 / (3 + 4 p^2 / (5 + 9 p^2 / (7 + ...)))
@@ -254,7 +250,7 @@ class Arctan(SmoothActivation):
         return 1 / (1 + x.square())
 
     def function(self, z: Tensor) -> Tensor:
-        # In float32 pi/2 is rounded up: its cosine is below 0.
+        # In float32 pi/2 is rounded up: its cosine is negative.
         return -z.cos().abs().log() - z.square() / 2 + indicator(z.abs() <= math.pi / 2, z)
 
 
@@ -263,7 +259,7 @@ class ELU(SmoothActivation):
     """x, and ``scale`` (exp(x) - 1) where negative: f(z) = (scale + z) log(1 + z / scale) - z - z^2 / 2 for z < 0.
 
     Args:
-        scale: in (0, 1], torch's alpha; the slope left of 0. Above 1 it is not a proximal map.
+        scale: slope left of 0, in (0, 1]; torch's alpha. Above 1 it is not a proximal map.
     """
 
     scale: float = 1.0
@@ -275,11 +271,11 @@ class ELU(SmoothActivation):
         return F.elu(x, self.scale)
 
     def start(self, x: Tensor, alpha: float) -> Tensor:
-        # The asymptote s = -scale, and the tangent of what is left of 0; right of 0, p = x.
+        # The asymptote s = -scale, and the tangent of the part left of 0; right of 0, p = x.
         asymptote, tangent = (x + self.scale * (1 - alpha)) / alpha, x / (alpha + self.scale * (1 - alpha))
         return torch.where(x < 0, (torch.maximum if alpha > 1 else torch.minimum)(asymptote, tangent), x)
 
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, p: Tensor, alpha: float) -> Parts:
         left = p.clamp(max=0)
         grown = torch.expm1(left)
         excess = grown - left
@@ -304,16 +300,13 @@ class ELU(SmoothActivation):
 class Sigmoid(SmoothActivation):
     """1 / (1 + exp(-x)): f(z) = z log(z) + (1 - z) log(1 - z) - z^2 / 2 on [0, 1]."""
 
+    limits = (0.0, 1.0)
+    centre = (0.5, 0.25)
+
     def __call__(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
 
-    def start(self, x: Tensor, alpha: float) -> Tensor:
-        # Asymptotes: s = 0 and s = 1; the tangent at 0, where s turns from convex to concave.
-        low, high = x / alpha, (x - (1 - alpha)) / alpha
-        tangent = (x - (1 - alpha) / 2) / (alpha + (1 - alpha) / 4)
-        return tangent.clamp(low, high) if alpha > 1 else tangent.clamp(high, low)
-
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, p: Tensor, alpha: float) -> Parts:
         s = torch.sigmoid(p)
         slope = s * (1 - s)
         return s, p - s, slope, 1 - slope
@@ -331,13 +324,12 @@ class Softplus(SmoothActivation):
     """log(1 + exp(x)): f(z) = Li2(exp(-z)), the dilogarithm, on z >= 0."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        # torch's own threshold, 20, is a jump of 2e-9.
-        return F.softplus(x, threshold=50.0)
+        return F.softplus(x, threshold=50.0)  # torch's default, 20, makes a jump of 2e-9
 
     def start(self, x: Tensor, alpha: float) -> Tensor:
         return (torch.maximum if alpha > 1 else torch.minimum)(x, x / alpha)  # asymptotes: s = p, s = 0
 
-    def parts(self, p: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, p: Tensor, alpha: float) -> Parts:
         return self(p), -self(-p), torch.sigmoid(p), torch.sigmoid(-p)
 
     def derivative(self, x: Tensor) -> Tensor:
@@ -355,32 +347,25 @@ BERNOULLI = (7 / 6, -691 / 2730, 5 / 66, -1 / 30, 1 / 42, -1 / 30, 1 / 6)  # B_1
 
 
 def debye(u: Tensor) -> Tensor:
-    """D(u), the integral of t / (exp(t) - 1) from 0 to u, for 0 <= u <= log(2): sum of B_n u^(n + 1) / (n + 1)!."""
+    """Return D(u), the integral of t / (exp(t) - 1) from 0 to u <= log(2): the sum of B_n u^(n + 1) / (n + 1)!."""
     square, series = u.square(), torch.zeros_like(u)
     for n, bernoulli in zip(range(14, 0, -2), BERNOULLI, strict=True):
         series = (series + bernoulli / math.factorial(n + 1)) * square
     return u * (1 - u / 4 + series)
 
 
-def positive(alpha: float) -> float:
-    """alpha, if it can be one."""
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ValueError(f"alpha is {alpha!r}; it must be a finite number above 0.")
-    return alpha
-
-
 def indicator(inside: Tensor, like: Tensor) -> Tensor:
-    """0 inside, infinity outside."""
+    """Return 0 inside, infinity outside."""
     return torch.where(inside, 0.0, torch.inf).to(like.dtype)
 
 
 @options
 class BorderZero(ProximalActivation):
-    """Another activation inside an image, 0 on its border: the projection onto {0}, so a proximal map too (C.2).
+    """Apply an activation inside an image and 0 on its border, the projection onto {0}: a proximal map too (C.2).
 
     Args:
-        activation: the one inside.
-        size: (h, w); rows from h on and columns from w on are the border of a (batch, channels, rows, columns) tensor.
+        activation: activation inside.
+        size: (h, w) of the inside of a (batch, channels, rows, columns) tensor; later rows and columns are the border.
 
     Example:
         >>> act = BorderZero(ReLU(), size=(28, 28))
@@ -393,28 +378,28 @@ class BorderZero(ProximalActivation):
     def __post_init__(self) -> None:
         require(self, "activation", kind=ProximalActivation)
         size = self.size
-        if not (isinstance(size, tuple) and len(size) == 2 and all(type(n) is int and n >= 1 for n in size)):
-            raise ValueError(f"BorderZero.size is {size!r}; it must be (rows, columns), whole numbers at least 1.")
+        if not (isinstance(size, tuple) and len(size) == 2 and all(is_number(n, 1, whole=True) for n in size)):
+            raise ValueError(f"BorderZero.size is {size!r}; it must be (rows, columns), whole numbers of at least 1.")
 
     def border(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows below and the columns beside the inside: views that do not overlap."""
+        """Return the rows below and the columns beside the inside, as views that do not overlap."""
         h, w = self.size
         if x.dim() != 4 or x.shape[2] < h or x.shape[3] < w:
             raise ValueError(
-                f"BorderZero(size={self.size}) is given a tensor of shape {tuple(x.shape)}; it must be "
+                f"BorderZero(size={self.size}) was given a tensor of shape {tuple(x.shape)}; it must be "
                 f"(batch, channels, rows, columns) with at least {h} rows and {w} columns."
             )
         return x[:, :, h:], x[:, :, :h, w:]
 
     def cleared(self, fresh: Tensor) -> Tensor:
-        """A tensor that belongs to no one else, its border set to 0."""
+        """Set the border of a new tensor to 0, in place."""
         for part in self.border(fresh):
             part.zero_()
         return fresh
 
     def __call__(self, x: Tensor) -> Tensor:
         z = self.activation(x)
-        return self.cleared(z.clone() if z.requires_grad else z)  # autograd may have kept z
+        return self.cleared(z.clone() if z.requires_grad else z)  # autograd may have saved z
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return self.cleared(self.activation.prox(x, alpha))
@@ -447,16 +432,12 @@ NAMES: dict[str, type[ProximalActivation]] = {
     "hard-tanh": HardTanh,
 }
 FUNCTIONS: dict[Callable[..., Any], type[ProximalActivation]] = {
-    torch.relu: ReLU,
-    F.relu: ReLU,
+    **dict.fromkeys((torch.relu, F.relu), ReLU),
+    **dict.fromkeys((torch.tanh, F.tanh), Tanh),
+    **dict.fromkeys((torch.arctan, torch.atan), Arctan),
+    **dict.fromkeys((torch.sigmoid, F.sigmoid), Sigmoid),
     F.leaky_relu: LeakyReLU,
     F.elu: ELU,
-    torch.tanh: Tanh,
-    torch.arctan: Arctan,
-    torch.atan: Arctan,
-    F.tanh: Tanh,
-    torch.sigmoid: Sigmoid,
-    F.sigmoid: Sigmoid,
     F.softplus: Softplus,
     F.softshrink: SoftThreshold,
     F.hardtanh: HardTanh,
@@ -473,22 +454,21 @@ MODULES: dict[type[nn.Module], Callable[[Any], ProximalActivation | None]] = {
 }
 
 NEITHER = "it is not a proximal map: it decreases for some negative x, and its slope exceeds 1 for some positive x"
-UNWRITTEN = "it is a proximal map, but one whose prox^alpha is not written here"
-NOT_BY_ENTRY = "it does not act entry by entry"
+NO_PROX = "it is a proximal map, but its prox^alpha is not implemented"
 REFUSED = {
     **dict.fromkeys(("gelu", "silu", "swish", "mish", "hardswish"), NEITHER),
     "selu": "it is not a proximal map: its slope exceeds 1 near 0",
-    "hardshrink": "it jumps, so it is the proximal map of no convex function; soft-threshold is the continuous one",
-    **dict.fromkeys(("celu", "softsign", "logsigmoid", "tanhshrink", "hardsigmoid", "relu6"), UNWRITTEN),
-    "identity": "the identity is LeakyReLU(slope=1.0) here",
+    "hardshrink": "it is not continuous, so it is not the proximal map of a convex function; soft-threshold is",
+    **dict.fromkeys(("celu", "softsign", "logsigmoid", "tanhshrink", "hardsigmoid", "relu6"), NO_PROX),
+    "identity": "use LeakyReLU(slope=1.0) for the identity",
     "prelu": "its slope is learned and may leave [0, 1]; that of LeakyReLU is fixed",
-    "rrelu": "its slope is random while training; that of LeakyReLU is fixed",
-    **dict.fromkeys(("softmax", "logsoftmax", "softmin", "glu"), NOT_BY_ENTRY),
+    "rrelu": "its slope is random during training; that of LeakyReLU is fixed",
+    **dict.fromkeys(("softmax", "logsoftmax", "softmin", "glu"), "it does not act elementwise"),
 }
 
 
 def activation(given: str | Callable[..., Any]) -> ProximalActivation:
-    """The proximal activation that a name, a torch function or module, or an object of this file stands for.
+    """Return the proximal activation for a name, a torch function, a torch module, or an object of this file.
 
     Example:
         >>> activation("leaky-relu"), activation(nn.LeakyReLU(0.2)), activation(torch.tanh)
@@ -496,7 +476,6 @@ def activation(given: str | Callable[..., Any]) -> ProximalActivation:
     """
     if isinstance(given, ProximalActivation):
         return given
-    offered = f"Offered: {', '.join(NAMES)}; your own is a subclass of equipoise.operators.ProximalActivation."
     if isinstance(given, type):
         raise TypeError(f"activation is the class {given.__name__}; give an object: {given.__name__}().")
     if isinstance(given, str):
@@ -505,10 +484,10 @@ def activation(given: str | Callable[..., Any]) -> ProximalActivation:
         name = given
     elif isinstance(given, nn.Module):
         if type(given) in MODULES:
-            made = MODULES[type(given)](given)
-            if made is None:
-                raise ValueError(f"activation is {given!r}; of this one only torch's default options are offered here.")
-            return made
+            match = MODULES[type(given)](given)
+            if match is None:
+                raise ValueError(f"activation is {given!r}; for this one, only torch's default options are supported.")
+            return match
         name = type(given).__name__ if type(given).__module__.startswith("torch.nn.") else ""
     else:
         if isinstance(given, Hashable) and given in FUNCTIONS:
@@ -516,11 +495,12 @@ def activation(given: str | Callable[..., Any]) -> ProximalActivation:
         name = getattr(given, "__name__", "")
         name = name if any(getattr(place, name, None) is given for place in (torch, F)) else ""
     reason = REFUSED.get("".join(filter(str.isalnum, name)).lower())
+    supported = f"Supported: {', '.join(NAMES)}; your own is a subclass of equipoise.operators.ProximalActivation."
     if reason is not None:
-        raise ValueError(f"activation is {given!r}; {reason}. {offered}")
+        raise ValueError(f"activation is {given!r}; {reason}. {supported}")
     if isinstance(given, str):
         raise ValueError(unknown("activation", given, NAMES))
     raise TypeError(
-        f"activation is {given!r}, of which it cannot be seen that it is a proximal map (it must act entry by entry, "
-        f"never decrease, and have slope at most 1). {offered}"
+        f"activation is {given!r}, which is not known to be a proximal map (it must act elementwise, never decrease, "
+        f"and have slope at most 1). {supported}"
     )

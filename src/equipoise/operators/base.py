@@ -1,11 +1,11 @@
-"""What a monotone operator is: W with I - W >= m I (prop. 1), its adjoint, its resolvent, and their dense matrices."""
+"""Monotone operators: W with I - W >= m I (prop. 1), its adjoint, its resolvent, and their dense matrices."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,31 +13,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.operators.capacity import require_memory
-from equipoise.problem.function import autocast_state
+from equipoise.options import require_number
 from equipoise.problem.layout import leaves, rebuild
+from equipoise.problem.problem import autocast_state
+from equipoise.problem.scope import once_per_solve
 
 PRECISIONS = (torch.float32, torch.float64)  # narrower numbers are too coarse to factorise in
-RAW_ONE = math.log(math.e - 1)  # softplus of it is 1
+RAW_ONE = math.log(math.e - 1)  # its softplus is 1
 
 
 class MonotoneOperator(nn.Module, ABC):
-    """A linear map W = (1 - m) I - A^T A + B - B^T of a batch, each sample by itself (eq. 5).
+    """A linear map W = (1 - m) I - A^T A + B - B^T of a batch, applied to each sample independently (eq. 5).
 
     I - W >= m I for every value of the parameters: its symmetric part is m I + A^T A (B.2).
     """
 
-    peak = 1.75  # what is held while a factorisation is computed, by what is held afterwards (measured)
+    peak = 1.75  # memory needed while factorising, relative to that of the result (measured)
 
-    def __init__(self, m: float):
+    def __init__(self, m: float, normalize: bool = False):
         super().__init__()
-        if not is_positive(m):
-            raise ValueError(f"m is {m!r}; it must be a number above 0: the strong monotonicity of I - W.")
-        self._m = float(m)
+        require_number("m", m, above=0)
+        if not isinstance(normalize, bool):
+            raise TypeError(f"normalize is {normalize!r}; it must be True or False.")
+        self._m, self.normalize = float(m), normalize
         self.forget()
 
     @property
     def m(self) -> float:
-        """I - W >= m I."""
+        """The strong monotonicity: I - W >= m I."""
         return self._m
 
     @property
@@ -47,118 +50,153 @@ class MonotoneOperator(nn.Module, ABC):
 
     @property
     def inner(self) -> tuple[tuple[int, int] | None, ...]:
-        """For every tensor of z the size that is not border, or None where there is no border."""
+        """For every tensor of z, the size of its part without the border, or None if it has no border."""
         return tuple(None for _ in tree(self.shape))
 
-    @abstractmethod
-    def forward(self, z: Any) -> Any:
-        """W z."""
+    @property
+    def hint(self) -> str:
+        """A reminder about the shape of z, for error messages."""
+        return ""
 
     @abstractmethod
-    def adjoint(self, z: Any) -> Any:
-        """W^T z."""
+    def derive(self) -> Any:
+        """Compute W from the parameters, in the form that :meth:`multiply` takes."""
 
     @abstractmethod
     def factorise(self, alpha: float) -> Any:
-        """What the resolvent for ``alpha`` needs of the weights."""
+        """Compute what :meth:`solve` needs from the parameters."""
 
     @abstractmethod
     def footprint(self) -> list[int]:
-        """How many numbers each tensor of a factorisation holds; a product with W needs no more of them."""
+        """Return the number of elements of each tensor of a factorisation; a product with W needs no more."""
 
     @abstractmethod
+    def multiply(self, matrix: Any, z: Any, *, adjoint: bool) -> Any:
+        """Return W z or W^T z, where ``matrix`` is W as :meth:`derive` returns it."""
+
     def solve(self, factors: Any, alpha: float, z: Any, *, adjoint: bool) -> Any:
-        """(I + alpha (I - W))^-1 z, or its adjoint."""
+        """Return (I + alpha (I - W))^-1 z or its adjoint, where ``factors`` is the result of :meth:`factorise`."""
+        return self.multiply(factors, z, adjoint=adjoint)  # an inverse in the form of W, unless overridden
 
     @abstractmethod
     def norm(self, *, bound: bool) -> Tensor:
-        """||I - W||_2: an upper bound, or a cheaper estimate that is good enough to choose a step by."""
+        """Return ||I - W||_2: an upper bound, or a cheaper estimate that is good enough to choose a step size."""
 
     @abstractmethod
     def typical(self) -> tuple[Tensor, Tensor]:
-        """About the mean eigenvalue of the symmetric part of I - W, and the root mean square of its singular values."""
+        """Return about the mean eigenvalue of the symmetric part of I - W, and the RMS of its singular values."""
+
+    @property
+    def weights(self) -> Any:
+        """W, derived once per solve."""
+        return once_per_solve((id(self), "W"), self.derive)
+
+    def forward(self, z: Any, *, adjoint: bool = False) -> Any:
+        """Return W z."""
+        z = self.checked(z)
+        with self.without_autocast():
+            return self.multiply(self.weights, z, adjoint=adjoint)
+
+    def adjoint(self, z: Any) -> Any:
+        """Return W^T z."""
+        return self.forward(z, adjoint=True)
+
+    def recorded(self, z: Any) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Return W z for its gradient only: for each tensor, one it depends on linearly, and the transpose."""
+        return [(part, lambda cotangent: cotangent) for _, part in leaves(self(z), "W z")]
+
+    def resolvent(self, alpha: float) -> Resolvent:
+        """Return the operator V = (I + alpha (I - W))^-1, factorised once for the current weights.
+
+        When gradients are enabled and the weights need one, V is differentiable in them and is not cached.
+        """
+        require_number("alpha", alpha, above=0)
+        alpha = float(alpha)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            self.prepare("its resolvent", recorded=True)
+            with self.without_autocast():
+                return Resolvent(self, alpha, Factorisation(self.factorise(alpha)))
+        return Resolvent(self, alpha, self.factorisation(alpha))
+
+    def as_matrix(self) -> Tensor:
+        """Return W as a dense (n, n) matrix; for small n."""
+        return dense_matrix(self, self.shape, self.example)
 
     def lipschitz_bound(self) -> float:
-        """L with ||I - W||_2 <= L, never below it; infinite when the weights are not finite or overflow."""
+        """Return L with ||I - W||_2 <= L, never too small; infinite if the weights are not finite or overflow."""
 
-        def made() -> float:
+        def compute() -> float:
             bound = float(self.norm(bound=True))
             return bound if math.isfinite(bound) else math.inf
 
         self.prepare("a bound of its norm")
-        return self.kept("bound", made)
+        return self.cached("bound", compute)
 
     def typical_size(self) -> float:
-        """A size between the smallest and the largest of I - W: the geometric mean of m, two means, and about L."""
+        """Return a size between the smallest and largest of I - W: the geometric mean of m, two means, and about L."""
 
-        def made() -> float:
+        def compute() -> float:
             sizes = (self.m, *(float(size) for size in self.typical()), float(self.norm(bound=False)))
             return math.prod(size**0.25 for size in sizes) if all(map(math.isfinite, sizes)) else math.inf
 
-        return self.kept("typical", made)
+        return self.cached("typical", compute)
 
     def is_finite(self) -> bool:
-        """Whether no weight is NaN or infinite."""
-        return self.kept("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
-
-    def resolvent(self, alpha: float) -> Resolvent:
-        """The operator V = (I + alpha (I - W))^-1, factorised once for the weights as they are.
-
-        When gradients are on and the weights need one, V is differentiable in them, and made anew.
-        """
-        if not is_positive(alpha):
-            raise ValueError(f"alpha is {alpha!r}; it must be a number above 0.")
-        alpha = float(alpha)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            self.prepare("its resolvent", recorded=True)
-            with full_precision(self):
-                return Resolvent(self, alpha, Factorisation(self.factorise(alpha)))
-        return Resolvent(self, alpha, self.factorisation(alpha))
-
-    def recorded(self, z: Any) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """W z for its gradient only: for every tensor of it one from which it is made, and the transpose of that."""
-        return [(part, lambda cotangent: cotangent) for _, part in leaves(self(z), "W z")]
-
-    def as_matrix(self) -> Tensor:
-        """W as a dense (n, n) matrix; for small n."""
-        return dense_matrix(self, self.shape, self.example)
+        """Return whether every weight is finite."""
+        return self.cached("finite", lambda: float(all(bool(torch.isfinite(p).all()) for p in self.parameters()))) == 1
 
     @property
     def example(self) -> Tensor:
-        """A parameter, for its type and device; looked up at every product, so by a short way if there is one."""
+        """A parameter, for its dtype and device; found quickly, because every product needs it."""
         for owner in (self, *self._modules.values()):
             for parameter in owner._parameters.values() if owner is not None else ():
                 if parameter is not None:
                     return parameter
         return next(self.parameters())
 
+    def add_parameters(self, fresh: Callable[[], nn.Parameter]) -> None:
+        """Add A and B of eq. 5, and the learned scales g and h of E.2."""
+        self.A, self.B = fresh(), fresh()
+        if self.normalize:
+            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+
+    def scaled_parameters(self) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return A, B and g of W = (1 - m) I - g A^T A + B - B^T, normalized if asked for (E.2)."""
+        if not self.normalize:
+            return self.A, self.B, 1.0
+        return unit(self.A), self.h * unit(self.B), positive(self.g)
+
+    def without_autocast(self) -> torch.autocast:
+        """Switch autocast off: a factorisation or a transform in half precision is useless."""
+        return torch.autocast(self.example.device.type, enabled=False)
+
     def require_precision(self) -> torch.dtype:
-        """The type of the weights, if it can be factorised in."""
+        """Return the dtype of the weights; raise if it is too coarse to factorise in."""
         dtype = self.example.dtype
         if dtype not in PRECISIONS:
             raise TypeError(
                 f"{type(self).__name__} has weights in {dtype}, too coarse to factorise: keep the model in float32, "
-                "model.float(), and use torch.autocast for what surrounds it."
+                "model.float(), and use torch.autocast around it."
             )
         return dtype
 
     def prepare(self, purpose: str, *, recorded: bool = False) -> torch.dtype:
-        """Refuse, before anything is computed, weights that are too coarse or too many; returns their type."""
+        """Raise, before anything is computed, if the weights are too coarse or too large; return their dtype."""
         dtype = self.require_precision()
         if (purpose, recorded) not in self._fitting:
             require_memory(self, purpose, recorded=recorded)
-            self._fitting.add((purpose, recorded))  # what has fitted will again: memory that torch keeps looks occupied
+            self._fitting.add((purpose, recorded))  # checked once only: memory that torch caches looks occupied
         return dtype
 
     def checked(self, z: Any) -> Any:
-        """z if the operator acts on it, widened if autocast made it narrow."""
+        """Return z if it has the right shape and dtype, widened if autocast made it narrow."""
         dtype = self.prepare("a product with it", recorded=torch.is_grad_enabled())
         given, wanted = [tensor for _, tensor in leaves(z, "z")], tree(self.shape)
         if isinstance(z, Tensor) != is_leaf(self.shape) or [t.shape[1:] for t in given] != wanted:
-            found = ", ".join(str(tuple(tensor.shape)) for tensor in given)
+            sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
             shapes = ", ".join(f"(batch, {', '.join(map(str, size))})" for size in wanted)
             wants, gives = ("" if whole else "a tuple of " for whole in (is_leaf(self.shape), isinstance(z, Tensor)))
-            raise ValueError(f"{type(self).__name__} acts on {wants}{shapes}; given: {gives}{found}.{self.hint}")
+            raise ValueError(f"{type(self).__name__} acts on {wants}{shapes}; given: {gives}{sizes}.{self.hint}")
         if all(tensor.dtype == dtype for tensor in given):
             return z
         narrow = all(torch.promote_types(t.dtype, dtype) == dtype and t.is_floating_point() for t in given)
@@ -167,61 +205,53 @@ class MonotoneOperator(nn.Module, ABC):
         other = next(tensor.dtype for tensor in given if tensor.dtype != dtype)
         raise TypeError(f"{type(self).__name__} has weights in {dtype} and z is {other}: give z.to({dtype}).")
 
-    @property
-    def hint(self) -> str:
-        """What is easily forgotten about the shape of z."""
-        return ""
-
-    def kept(self, name: str, make: Callable[[], float]) -> float:
-        """A number made from the weights, kept until they change."""
+    def cached(self, name: str, compute: Callable[[], float]) -> float:
+        """Return a number computed from the weights, cached until they change."""
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches gradients on
-            self.compare()
+            self.forget_if_changed()
             if name not in self._numbers:
                 self.require_precision()
-                with full_precision(self):
-                    self._numbers[name] = make()
+                with self.without_autocast():
+                    self._numbers[name] = compute()
             return self._numbers[name]
 
     def factorisation(self, alpha: float) -> Factorisation:
-        """The factorisation for ``alpha``: the last one asked for is kept, others as long as somebody uses them."""
+        """Return the factorisation for ``alpha``: the latest is kept, others for as long as they are in use."""
         with torch.inference_mode(False), torch.no_grad():
-            self.compare()
-            found = self._in_use.get(alpha)
-            if found is None:
-                self._latest = None  # its memory, if nobody uses it, serves the next one
+            self.forget_if_changed()
+            factorisation = self._in_use.get(alpha)
+            if factorisation is None:
+                self._latest = None  # frees its memory, if it is not in use, for the next one
                 self.prepare("its resolvent")
-                with full_precision(self):
-                    found = self._in_use[alpha] = Factorisation(self.factorise(alpha))
-            self._latest = found
-            return found
+                with self.without_autocast():
+                    factorisation = self._in_use[alpha] = Factorisation(self.factorise(alpha))
+            self._latest = factorisation
+            return factorisation
 
-    def compare(self) -> None:
-        """Forget what was made from other weights.
+    def forget_if_changed(self) -> None:
+        """Drop what was computed from other weights.
 
-        They are compared by value: version counters miss edits of ``.data`` and some optimizers. Buffers are compared,
-        too, for a parametrisation may read them. NaN differs from itself, so nothing made from it is kept.
+        Weights are compared by value: version counters miss edits of ``.data`` and some optimizers. So are buffers,
+        which a parametrisation may read. NaN differs from itself, so nothing computed from it is kept.
         """
         weights = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
-        known = len(weights) == len(self._weights) and all(
-            a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-            for a, b in zip(weights, self._weights, strict=True)
-        )
-        if not known:
-            fitting = self._fitting if same_kind(weights, self._weights) else set()
+        kinds, known_kinds = ([(w.shape, w.dtype, w.device) for w in many] for many in (weights, self._weights))
+        if kinds != known_kinds or not all(map(torch.equal, weights, self._weights)):
+            fitting = self._fitting if kinds == known_kinds else set()
             self.forget()
             self._weights, self._fitting = [w.clone() for w in weights], fitting
 
     def forget(self) -> None:
-        """Start with nothing kept."""
+        """Drop everything that was computed from the weights."""
         self._weights: list[Tensor] = []
         self._numbers: dict[str, float] = {}
         self._latest: Factorisation | None = None
         self._in_use: weakref.WeakValueDictionary[float, Factorisation] = weakref.WeakValueDictionary()
-        self._fitting: set[tuple[str, bool]] = set()  # what memory was found for
+        self._fitting: set[tuple[str, bool]] = set()  # purposes that memory was found for
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_weights", "_numbers", "_latest", "_in_use", "_fitting")
-        return {name: value for name, value in self.__dict__.items() if name not in kept}
+        cached = ("_weights", "_numbers", "_latest", "_in_use", "_fitting")
+        return {name: value for name, value in self.__dict__.items() if name not in cached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -229,7 +259,7 @@ class MonotoneOperator(nn.Module, ABC):
 
 
 class Factorisation:
-    """What a resolvent needs of the weights; an object of its own, so that it is known whether anybody uses it."""
+    """The factors of a resolvent; an object, so that a weak reference shows whether it is in use."""
 
     def __init__(self, factors: Any):
         self.factors = factors
@@ -241,19 +271,21 @@ class Resolvent:
     def __init__(self, operator: MonotoneOperator, alpha: float, factorisation: Factorisation):
         self.operator, self.alpha, self.factorisation = operator, alpha, factorisation
 
-    def __call__(self, z: Any) -> Any:
-        return self.operator.solve(self.factorisation.factors, self.alpha, z, adjoint=False)
+    def __call__(self, z: Any, *, adjoint: bool = False) -> Any:
+        z = self.operator.checked(z)
+        with self.operator.without_autocast():
+            return self.operator.solve(self.factorisation.factors, self.alpha, z, adjoint=adjoint)
 
     def adjoint(self, z: Any) -> Any:
-        return self.operator.solve(self.factorisation.factors, self.alpha, z, adjoint=True)
+        return self(z, adjoint=True)
 
     def as_matrix(self) -> Tensor:
-        """V as a dense (n, n) matrix; for small n."""
+        """Return V as a dense (n, n) matrix; for small n."""
         return dense_matrix(self, self.operator.shape, self.operator.example)
 
 
 def dense_matrix(apply: Callable[[Any], Any], shape: Any, like: Tensor) -> Tensor:
-    """The matrix of a linear map of samples, one column for each unit vector."""
+    """Return the matrix of a linear map of samples, one column for each unit vector."""
     sizes = [math.prod(part) for part in tree(shape)]
     basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device).split(sizes, dim=1)
     parts = [part.reshape(-1, *size) for part, size in zip(basis, tree(shape), strict=True)]
@@ -262,7 +294,7 @@ def dense_matrix(apply: Callable[[Any], Any], shape: Any, like: Tensor) -> Tenso
 
 
 def tree(shape: Any) -> list[tuple[int, ...]]:
-    """The shapes in a shape of one sample."""
+    """Return the shapes of the tensors of one sample as a list."""
     return [shape] if is_leaf(shape) else list(shape)
 
 
@@ -270,18 +302,18 @@ def is_leaf(shape: Any) -> bool:
     return not shape or isinstance(shape[0], int)
 
 
-def same_kind(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether two lists of weights take the same memory of the same device."""
-    return [(t.shape, t.dtype, t.device) for t in a] == [(t.shape, t.dtype, t.device) for t in b]
+def identity_like(matrices: Tensor) -> Tensor:
+    """Return the identity of the size, dtype and device of square matrices."""
+    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
 
 
-def full_precision(operator: MonotoneOperator) -> torch.autocast:
-    """Without autocast: a factorisation or a transform in half precision is none."""
-    return torch.autocast(operator.example.device.type, enabled=False)
+def resolved(W: Tensor, alpha: float) -> Tensor:
+    """Return I + alpha (I - W), of one matrix or of a stack."""
+    return identity_like(W) * (1 + alpha) - alpha * W
 
 
 def inverted(matrices: Tensor) -> Tensor:
-    """The inverses of a stack of matrices; NaN when one has none, as with weights that are not finite."""
+    """Return the inverses of a stack of matrices; NaN if one is singular or not finite."""
     inverse, failed = torch.linalg.inv_ex(matrices)
     if bool(failed.any()) or not bool(torch.isfinite(matrices).all()):
         return torch.full_like(inverse, torch.nan)
@@ -289,33 +321,19 @@ def inverted(matrices: Tensor) -> Tensor:
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
-    """The largest singular value in float64, rounded up; infinite for a matrix that is not finite."""
+    """Return the largest singular value in float64, rounded up; infinite for a matrix that is not finite."""
     matrix = matrix.double()
     if not bool(torch.isfinite(matrix).all()):
         return matrix.new_tensor(torch.inf)
     return torch.linalg.matrix_norm(matrix, ord=2) * (1 + 1e-10)  # the rounding of a singular value decomposition
 
 
-def is_positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
-
-
-def is_count(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def require_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False.")
-    return value
-
-
 def unit(kernel: Tensor) -> Tensor:
-    """A kernel over its Frobenius norm; zeros stay zeros (E.2)."""
+    """Return a kernel divided by its Frobenius norm; zeros stay zeros (E.2)."""
     size = torch.linalg.vector_norm(kernel)
     return kernel / torch.where(size == 0, 1.0, size)
 
 
 def positive(raw: Tensor) -> Tensor:
-    """softplus, never 0, so that its root has a derivative."""
+    """Return softplus, but never 0, so that its square root has a derivative."""
     return F.softplus(raw).clamp(min=torch.finfo(raw.dtype).tiny)

@@ -1,21 +1,24 @@
-"""Whether what an operator is about to compute fits into memory: better a sentence than a process that is killed."""
+"""Check that what an operator is about to compute fits into memory, before the process is killed for it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-ALWAYS = 2**26  # bytes, for which nobody is asked
+if TYPE_CHECKING:
+    from equipoise.operators.base import MonotoneOperator
+
+ALWAYS = 2**26  # bytes that are never checked
 
 
-def require_memory(operator: Any, purpose: str, *, recorded: bool) -> None:
-    """Raise unless the memory at hand holds what a product with W or its resolvent takes.
+def require_memory(operator: MonotoneOperator, purpose: str, *, recorded: bool) -> None:
+    """Raise unless the available memory holds what a product with W or its resolvent takes.
 
     Args:
-        purpose: named in the sentence.
+        purpose: name of the computation, for the message.
         recorded: whether autograd keeps what W is made from.
     """
     like = operator.example
@@ -32,23 +35,20 @@ def require_memory(operator: Any, purpose: str, *, recorded: bool) -> None:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where that cannot be found out."""
+    """Return the number of bytes that can be allocated on a device; None if it cannot be determined."""
     if device.type == "cuda":
         kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept_by_torch
-    if device.type != "cpu":
-        return None
-    found = [bytes for bytes in (machine_memory(), container_memory()) if bytes is not None]
-    return min(found, default=None)
+    limits = (machine_memory(), container_memory()) if device.type == "cpu" else ()
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def machine_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """What the machine has left, memory that it can take back from caches included."""
+    """Return the machine's available memory, including caches that it can reclaim."""
     try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -57,19 +57,19 @@ def machine_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a limit on the container leaves; None without one."""
+    """Return the memory that a limit on the container leaves; None without a limit."""
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(stat.get("inactive_file", 0)))  # a cache of files gives way
+        return max(0, limit - used + int(stat.get("inactive_file", 0)))  # cached files can be dropped
     except (OSError, ValueError):  # no such files, or no limit: "max"
         return None
 
 
-def in_words(count: int) -> str:
-    """Bytes with a unit."""
+def in_words(count: float) -> str:
+    """Return a number of bytes with a unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
-        count = count / 1000  # type: ignore[assignment]
+        count /= 1000
     return f"{count:.3g} GB"

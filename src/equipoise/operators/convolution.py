@@ -1,4 +1,4 @@
-"""The convolutional monotone operator: circular on a zero-padded grid, inverted by frequency (section 4.2, C)."""
+"""The convolutional monotone operator: circular on a zero-padded grid, inverted per frequency (section 4.2, C)."""
 
 from __future__ import annotations
 
@@ -9,37 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.operators.base import (
-    RAW_ONE,
-    MonotoneOperator,
-    full_precision,
-    inverted,
-    is_count,
-    positive,
-    require_flag,
-    unit,
-)
+from equipoise.operators.base import MonotoneOperator, identity_like, inverted, resolved
 from equipoise.operators.spectrum import images, memory, real, spectrum
-from equipoise.problem.scope import once_per_solve
+from equipoise.options import is_number, require_number
 from equipoise.stability.norms import operator_norm_bound
 
 KERNEL = 3
-BORDER = KERNEL - 1  # W reaches two pixels, so that two rows and columns of zeros keep opposite edges apart (C.2)
-AT_ONCE = 2**20  # numbers of which a norm is bounded at a time
+BORDER = KERNEL - 1  # W reaches two pixels, so two rows and columns of zeros keep opposite edges apart (C.2)
+AT_ONCE = 2**20  # numbers whose norms are bounded together
 COARSE = (6, 6)  # the grid on which norms are estimated: a 5x5 kernel varies slowly with frequency
 
 
 class MonotoneConv2d(MonotoneOperator):
     """W = (1 - m) I - A^T A + B - B^T with 3x3 convolutions A and B, circular on the image and a border of zeros.
 
-    z has the shape (batch, channels, height + 2, width + 2). The border is its last two rows and columns; on a circular
-    grid that is a ring around the image. It is held at zero by the nonlinearity (:class:`BorderZero`, C.2).
+    z has shape (batch, channels, height + 2, width + 2). The border is its last two rows and columns, which on a
+    circular grid surround the image. The nonlinearity keeps it at zero (:class:`BorderZero`, C.2).
 
     Args:
-        channels: of z.
-        size: (height, width) of the image, any.
-        m: the strong monotonicity of I - W.
-        normalize: with learned scalars, A^T A -> softplus(g) A^T A / ||A||^2 and B -> h B / ||B|| (E.2).
+        channels: number of channels of z.
+        size: (height, width) of the image.
+        m: strong monotonicity of I - W.
+        normalize: whether to scale with learned scalars, A^T A -> softplus(g) A^T A / ||A||^2 and
+            B -> h B / ||B|| (E.2).
 
     Example:
         >>> op = eq.operators.MonotoneConv2d(56, (28, 28))
@@ -49,14 +41,11 @@ class MonotoneConv2d(MonotoneOperator):
     """
 
     def __init__(self, channels: int, size: tuple[int, int], *, m: float = 1.0, normalize: bool = True):
-        super().__init__(m)
-        if not is_count(channels):
-            raise ValueError(f"channels is {channels!r}; it must be a whole number of at least 1.")
-        self.channels, self.size, self.normalize = channels, checked_size(size), require_flag("normalize", normalize)
+        super().__init__(m, normalize)
+        require_number("channels", channels, at_least=1, whole=True)
+        self.channels, self.size = channels, checked_size(size)
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
-        self.A, self.B = fresh_kernel(channels, channels), fresh_kernel(channels, channels)
-        if normalize:
-            self.g, self.h = nn.Parameter(torch.tensor(RAW_ONE)), nn.Parameter(torch.tensor(1.0))
+        self.add_parameters(lambda: fresh_kernel(channels, channels))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,32 +55,21 @@ class MonotoneConv2d(MonotoneOperator):
     def inner(self) -> tuple[tuple[int, int] | None, ...]:
         return (self.size,)
 
+    @property
+    def hint(self) -> str:
+        return f" The grid is that of images of {self.size} and {BORDER} more rows and columns, a border of zeros."
+
     def kernel(self) -> Tensor:
-        """The 5x5 kernel of W."""
-        if not self.normalize:
-            return composed(self.m, self.A, self.B)
-        return composed(self.m, unit(self.A), self.h * unit(self.B), positive(self.g))
+        """Return the 5x5 kernel of W."""
+        return composed(self.m, *self.scaled_parameters())
 
     def blocks(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """W at every frequency of its grid, or of another, complex (eq. C5)."""
+        """Return W at every frequency of its grid, or of another, as complex blocks (eq. C5)."""
         return spectrum(grid or self.grid, self.A).blocks(self.kernel())
 
     def derive(self) -> Tensor:
-        with full_precision(self):
-            return real(self.blocks())
-
-    @property
-    def weight(self) -> Tensor:
-        """W at every frequency, real."""
-        return once_per_solve((id(self), "W"), self.derive)
-
-    def forward(self, z: Tensor) -> Tensor:
-        z = self.checked(z)
-        return self.multiply(self.weight, z)
-
-    def adjoint(self, z: Tensor) -> Tensor:
-        z = self.checked(z)
-        return self.multiply(self.weight.mT, z)
+        """Return W at every frequency, as real blocks."""
+        return real(self.blocks())
 
     def factorise(self, alpha: float) -> Tensor:
         return real(inverted(resolved(self.blocks(), alpha)))
@@ -99,29 +77,19 @@ class MonotoneConv2d(MonotoneOperator):
     def footprint(self) -> list[int]:
         return [spectrum(self.grid, self.example).count * (2 * self.channels) ** 2]
 
-    @property
-    def hint(self) -> str:
-        return f" The grid is that of images of {self.size} and {BORDER} more rows and columns, a border of zeros."
-
-    def solve(self, factors: Tensor, alpha: float, z: Tensor, *, adjoint: bool) -> Tensor:
-        return self.multiply(factors.mT if adjoint else factors, self.checked(z))
-
-    def multiply(self, blocks: Tensor, z: Tensor) -> Tensor:
-        """The circular convolution with these real blocks."""
+    def multiply(self, matrix: Tensor, z: Tensor, *, adjoint: bool) -> Tensor:
         transform = spectrum(self.grid, z)
-        with full_precision(self):
-            return images(transform.inverse(torch.bmm(blocks, transform.forward(memory(z)))))
+        return images(transform.inverse(torch.bmm(matrix.mT if adjoint else matrix, transform.forward(memory(z)))))
 
     def recorded(self, z: Tensor) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         z = self.checked(z)
         transform = spectrum(self.grid, z)
-        with full_precision(self):
-            product = torch.bmm(self.weight, transform.forward(memory(z)))
-        return [(product, lambda cotangent: transform.pull(memory(cotangent)))]
+        with self.without_autocast():
+            return [(torch.bmm(self.weights, transform.forward(memory(z))), transform.pull)]
 
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)
-        return blocks_norm(torch.eye(self.channels, dtype=blocks.dtype, device=blocks.device) - blocks, bound=bound)
+        return blocks_norm(identity_like(blocks) - blocks, bound=bound)
 
     def typical(self) -> tuple[Tensor, Tensor]:
         mean, square = means(self.kernel())
@@ -132,24 +100,20 @@ class MonotoneConv2d(MonotoneOperator):
 
 
 def fresh_kernel(outputs: int, inputs: int) -> nn.Parameter:
-    """As nn.Conv2d begins."""
+    """Return a kernel initialised as that of nn.Conv2d."""
     bound = (inputs * KERNEL**2) ** -0.5
     return nn.Parameter(torch.empty(outputs, inputs, KERNEL, KERNEL).uniform_(-bound, bound))
 
 
 def checked_size(size: Any) -> tuple[int, int]:
-    if not (isinstance(size, tuple | list) and len(size) == 2 and all(map(is_count, size))):
+    """Return the size if it is one."""
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(is_number(n, 1, whole=True) for n in size)):
         raise ValueError(f"size is {size!r}; it must be (height, width) of the image, whole numbers of at least 1.")
     return (size[0], size[1])
 
 
-def resolved(blocks: Tensor, alpha: float) -> Tensor:
-    """I + alpha (I - W) at every frequency."""
-    return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device) * (1 + alpha) - alpha * blocks
-
-
 def composed(m: float, A: Tensor, B: Tensor, g: Tensor | float = 1.0) -> Tensor:
-    """The 5x5 kernel of (1 - m) I - g A^T A + B - B^T: one convolution instead of four."""
+    """Return the 5x5 kernel of (1 - m) I - g A^T A + B - B^T: one convolution instead of four."""
     # A^T A at the offset d is the sum of A_s^T A_t over t - s = d: the correlation of A's kernels with themselves.
     square = F.conv2d(A.transpose(0, 1), A.transpose(0, 1), padding=BORDER).transpose(0, 1)
     skew = F.pad(B - B.transpose(0, 1).flip(2, 3), (1, 1, 1, 1))
@@ -157,21 +121,21 @@ def composed(m: float, A: Tensor, B: Tensor, g: Tensor | float = 1.0) -> Tensor:
 
 
 def identity(like: Tensor) -> Tensor:
-    """The kernel of the identity, of this size."""
+    """Return the kernel of the identity, of this size."""
     kernel = torch.zeros_like(like)
     kernel[:, :, like.shape[2] // 2, like.shape[3] // 2] = torch.eye(len(like), dtype=like.dtype, device=like.device)
     return kernel
 
 
 def means(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """The means of the eigenvalues and of the squared singular values of I - W, from the kernel of W (Parseval)."""
+    """Return the mean eigenvalue and squared singular value of I - W, from the kernel of W (Parseval)."""
     rest = identity(kernel) - kernel
     return rest[:, :, BORDER, BORDER].trace() / len(kernel), rest.square().sum() / len(kernel)
 
 
 def blocks_norm(blocks: Tensor, *, bound: bool) -> Tensor:
-    """The largest singular value among complex (frequency, O, I) blocks: an upper bound, tight or quick."""
+    """Return an upper bound of the largest singular value of complex (frequency, O, I) blocks, tight or quick."""
     if not bound:
         return operator_norm_bound(blocks, iterations=4).amax()
-    few = max(1, AT_ONCE // (blocks.shape[1] * blocks.shape[2]))  # or a bound would take more memory than a resolvent
+    few = max(1, AT_ONCE // (blocks.shape[1] * blocks.shape[2]))  # all together take more memory than a resolvent
     return torch.stack([operator_norm_bound(part.to(torch.complex128)).amax() for part in blocks.split(few)]).amax()

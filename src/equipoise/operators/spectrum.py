@@ -1,10 +1,10 @@
 """The discrete Fourier transform of real images, laid out for products over channels.
 
-Circular convolutions become one (C, C) block per frequency (eq. 16, C1-C3 of the monDEQ paper), and since images are
-real, half the frequencies are enough. On grids of the sizes that equilibrium networks have, the transform itself is
-fastest as four products with small cosine and sine matrices, because these read and write the layouts that the
-products over channels need: images lie in memory as (H, W, C, batch), spectra as (frequency, [re, im] C, batch), and
-nothing is ever copied into another order. All is plain torch, so it can be differentiated to every order.
+A circular convolution becomes one (C, C) block per frequency (eq. 16, C1-C3 of the monDEQ paper), and half of the
+frequencies are enough because images are real. On the grid sizes of equilibrium networks, the transform is fastest as
+four products with small cosine and sine matrices: these read and write the layouts that the products over channels
+need. Images lie in memory as (H, W, C, batch), spectra as (frequency, [re, im] C, batch), and nothing is ever copied
+into another order. It is plain torch, so it can be differentiated to any order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ ORDER = BATCH_LAST[4]
 
 
 def memory(images: Tensor) -> Tensor:
-    """(batch, C, H, W) as it lies in memory, (H, W, C, batch); a copy only when it lies otherwise."""
+    """Return (batch, C, H, W) images as (H, W, C, batch); a copy only if they lie in memory in another order."""
     return images.permute(ORDER).contiguous()
 
 
 def images(stored: Tensor) -> Tensor:
-    """(H, W, C, batch) as (batch, C, H, W)."""
+    """Return (H, W, C, batch) as (batch, C, H, W) images."""
     return stored.permute(inverse(ORDER))
 
 
 def embed(stored: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(H, W, C, batch) images in the top left of a grid, zeros elsewhere."""
+    """Place (H, W, C, batch) images in the top left of a grid, with zeros elsewhere."""
     return F.pad(stored, (0, 0, 0, 0, 0, grid[1] - stored.shape[1], 0, grid[0] - stored.shape[0]))
 
 
 class Spectrum:
     """The transform on one grid, x^(k) = sum_p x(p) exp(-2 pi i k p / n) in both directions.
 
-    Frequencies k = (column, row) are numbered columns first. Of the columns, half are kept: those from which the rest
-    follow by conjugation. With ``aliases = 2`` frequencies that fall together when every second row and column is
-    dropped stand together, in the order (column alias, coarse column, coarse row, row alias).
+    Frequencies k = (column, row) are numbered columns first. Half of the columns are kept; the others follow by
+    conjugation. With ``aliases = 2``, frequencies that coincide when every second row and column is dropped are
+    grouped, in the order (column alias, coarse column, coarse row, row alias).
     """
 
     def __init__(self, grid: tuple[int, int], aliases: int, dtype: torch.dtype, device: torch.device):
@@ -52,7 +52,7 @@ class Spectrum:
         coarse = (height // aliases, width // aliases)
         columns = [k + a * coarse[1] for a in range(aliases) for k in range(coarse[1] // 2 + 1)]
         rows = [k + b * coarse[0] for k in range(coarse[0]) for b in range(aliases)]
-        # A column stands for its conjugate as well, unless that is in the list itself.
+        # A column counts for its conjugate as well, unless that is in the list itself.
         share = [1.0 if -k % width in columns else 2.0 for k in columns]
 
         def angles(frequencies: list[int], n: int) -> tuple[Tensor, Tensor]:
@@ -80,16 +80,16 @@ class Spectrum:
 
     @property
     def count(self) -> int:
-        """How many frequencies are kept."""
+        """The number of frequencies that are kept."""
         return len(self.columns) * len(self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(H, W, C, batch) images to (frequency, 2 C, batch) spectra."""
+        """Transform (H, W, C, batch) images to (frequency, 2 C, batch) spectra."""
         return self.transform(x, self.across)
 
-    def pull(self, x: Tensor) -> Tensor:
-        """The transpose of :meth:`inverse`: the transform itself, each column with its weight in the inverse."""
-        return self.transform(x, self.pull_across)
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Apply the transpose of :meth:`inverse` to (batch, C, H, W): the transform with the inverse's weights."""
+        return self.transform(memory(cotangent), self.pull_across)
 
     def transform(self, x: Tensor, across: Tensor) -> Tensor:
         (height, width), columns = self.grid, len(self.columns)
@@ -100,7 +100,7 @@ class Spectrum:
         return spectra.view(self.count, 2 * x.shape[2], x.shape[3])
 
     def inverse(self, spectra: Tensor) -> Tensor:
-        """(frequency, 2 C, batch) spectra to (H, W, C, batch) images."""
+        """Transform (frequency, 2 C, batch) spectra to (H, W, C, batch) images."""
         (height, width), columns = self.grid, len(self.columns)
         channels, batch = spectra.shape[1] // 2, spectra.shape[2]
         by_column = spectra.reshape(columns, 2 * len(self.rows), channels * batch)
@@ -109,15 +109,15 @@ class Spectrum:
         return torch.bmm(self.back_across.expand(height, -1, -1), by_row).view(height, width, channels, batch)
 
     def blocks(self, kernel: Tensor) -> Tensor:
-        """The (frequency, O, I) complex blocks of a circular convolution (torch's: y(p) = sum_t K_t x(p + t - c))."""
+        """Return the (frequency, O, I) complex blocks of a circular convolution, y(p) = sum_t K_t x(p + t - c)."""
         phases = self.phases(kernel.shape[2], kernel.shape[3])
         table = phases @ kernel.flatten(2).permute(2, 0, 1).flatten(1)  # (2 frequencies, O I)
         re, im = table.view(2, self.count, *kernel.shape[:2])
         return torch.complex(re, im)
 
-    @lru_cache(maxsize=8)  # noqa: B019 - spectra are themselves kept for ever, a few of them
+    @lru_cache(maxsize=8)  # noqa: B019 - spectra are themselves cached
     def phases(self, height: int, width: int) -> Tensor:
-        """cos and sin of the angle of every tap of a centred kernel at every frequency: (2 frequencies, taps)."""
+        """Return cos and sin of the angle of each tap of a centred kernel at each frequency: (2 frequencies, taps)."""
         with torch.inference_mode(False):
             y, x = torch.arange(height) - height // 2, torch.arange(width) - width // 2
             rows, columns = torch.tensor(self.rows), torch.tensor(self.columns)
@@ -127,28 +127,28 @@ class Spectrum:
             return torch.cat([angle.cos(), angle.sin()]).to(device=self.device, dtype=self.dtype)
 
 
+_cached_spectrum = lru_cache(maxsize=64)(Spectrum)
+
+
 def spectrum(grid: tuple[int, int], like: Tensor, aliases: int = 1) -> Spectrum:
-    """The transform on a grid in the numbers of a tensor; its tables are made once."""
+    """Return the transform on a grid, with the dtype and device of a tensor; its tables are cached."""
     with torch.inference_mode(False):
-        return _spectrum(grid, aliases, like.dtype, like.device)
-
-
-_spectrum = lru_cache(maxsize=64)(Spectrum)
+        return _cached_spectrum(grid, aliases, like.dtype, like.device)
 
 
 def real(blocks: Tensor) -> Tensor:
-    """Complex (..., O, I) blocks as real (..., 2 O, 2 I) ones, for products with [re, im]; transposed, the adjoint."""
+    """Return complex (..., O, I) blocks as real (..., 2 O, 2 I) ones; their transpose is that of the adjoint."""
     re, im = blocks.real, blocks.imag
     if torch.is_grad_enabled() or in_transform():
         return torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
     outputs, inputs = blocks.shape[-2:]
-    made = re.new_empty(*blocks.shape[:-2], 2 * outputs, 2 * inputs)  # every number written once, nothing in between
+    table = re.new_empty(*blocks.shape[:-2], 2 * outputs, 2 * inputs)  # written once, without temporaries
     for row, column, part in ((0, 0, re), (outputs, 0, im), (outputs, inputs, re)):
-        made[..., row : row + outputs, column : column + inputs] = part
-    torch.neg(im, out=made[..., :outputs, inputs:])
-    return made
+        table[..., row : row + outputs, column : column + inputs] = part
+    torch.neg(im, out=table[..., :outputs, inputs:])
+    return table
 
 
 def in_transform() -> bool:
-    """Whether values may carry tangents or more batches, which look like zeros when they are not."""
+    """Return whether tensors may carry tangents or extra batch dimensions, which a test for zeros would miss."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -1,10 +1,11 @@
-"""An f compiled by torch.compile: what a solve asks of it, and the plain f behind it.
+"""Support for an f compiled by torch.compile.
 
-A solve asks for what a compiled graph does not give by itself. The adjoint system goes backward through one record many
-times, while inductor lets a backward pass overwrite what the forward pass saved ("donated buffers"); finished samples
-are left out, so the batch size varies; and f is now and then wanted uncompiled, for forward-mode derivatives.
+A solve needs what a compiled graph does not provide by default: the adjoint system runs backward through one record
+many times, while inductor lets a backward pass overwrite what the forward pass saved ("donated buffers"); finished
+samples are left out, so the batch size varies; and forward-mode derivatives need the uncompiled f.
 
-dynamo is slow to import: nothing here loads it, and without it nothing here costs anything.
+dynamo is slow to import. Nothing here loads it, and callers first test whether it is loaded, so that an f that is not
+compiled pays nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DYNAMO = "torch._dynamo"  # a module in sys.modules once anything has been compiled
+
 
 def original(f: Any) -> Any:
-    """The module or function that was given to torch.compile; any other f is its own."""
+    """Return the module or function that was given to torch.compile; any other f is returned unchanged."""
     if isinstance(f, nn.Module):
         return f._modules.get("_orig_mod", f)
     return getattr(f, "_torchdynamo_orig_callable", f)
 
 
 def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f without the compilation of f itself, by ``torch.compile(f)`` or ``f.compile()``; parts of f keep theirs."""
+    """Return f without its own compilation by ``torch.compile(f)`` or ``f.compile()``; parts of f stay compiled."""
     plain = original(f)
     if isinstance(plain, nn.Module) and plain._compiled_call_impl is not None:
         return plain._call_impl
@@ -34,14 +37,14 @@ def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Nothing compiled runs inside, neither f nor a part of it."""
-    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+    """Return a context in which nothing compiled runs, neither f nor a part of it."""
+    if DYNAMO not in sys.modules or torch.compiler.is_compiling():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def vary_batch(f: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
-    """Have a compiled f take any batch size from the start: gathering would make it compile again and again."""
+    """Have a compiled f accept any batch size, since gathering would otherwise compile it again and again."""
     if uncompiled(f) is not f and not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -49,8 +52,8 @@ def vary_batch(f: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def buffers_kept() -> Iterator[None]:
-    """Graphs compiled inside keep what they saved for the backward pass, which can then run many times."""
-    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+    """Have graphs compiled inside keep what they saved for the backward pass, which can then run many times."""
+    if torch.compiler.is_compiling():
         yield
         return
     config: Any = sys.modules["torch._functorch.config"]  # not its patch(), which takes 90 us
@@ -62,23 +65,18 @@ def buffers_kept() -> Iterator[None]:
 
 
 def graphs(nodes: Iterable[Any]) -> set[Any]:
-    """The compiled graphs among the nodes of a record, each a class that torch.compile made."""
-    if "torch._dynamo" not in sys.modules:
-        return set()
-    found = {getattr(node, "_forward_cls", None) for node in nodes}
-    return {graph for graph in found if hasattr(getattr(graph, "metadata", None), "bw_donated_idxs")}
+    """Return the compiled graphs among the nodes of a record, each a class that torch.compile made."""
+    classes = {getattr(node, "_forward_cls", None) for node in nodes}
+    return {graph for graph in classes if hasattr(getattr(graph, "metadata", None), "bw_donated_idxs")}
 
 
 def require_buffers(nodes: Iterable[Any]) -> None:
     """Raise if a compiled graph among the nodes of a record was compiled elsewhere and can run backward only once."""
     for graph in graphs(nodes):
         if graph.metadata.bw_donated_idxs:
-            raise RuntimeError(DONATED)
-        graph.metadata.bw_donated_idxs = []  # None, where none were sought, would be taken for some
-
-
-DONATED = (
-    "f was compiled before this solve in such a way that its backward pass can run only once, and implicit "
-    "differentiation needs it many times: set torch._functorch.config.donated_buffer = False before compiled parts of "
-    "f are first called outside a solve, or call torch._dynamo.reset() to have them compiled again."
-)
+            raise RuntimeError(
+                "f was compiled before this solve so that its backward pass can run only once, and implicit "
+                "differentiation needs it many times: set torch._functorch.config.donated_buffer = False before "
+                "compiled parts of f are first called outside a solve, or call torch._dynamo.reset() to compile again."
+            )
+        graph.metadata.bw_donated_idxs = []  # None means "unknown" and would be treated as some

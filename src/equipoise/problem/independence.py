@@ -1,27 +1,26 @@
-"""Whether f treats each sample of a batch by itself, found out by trying.
+"""Whether f treats each sample of a batch independently, determined by trying.
 
-Solvers stop each sample on its own and leave finished ones out. That is right only if the image of a sample does not
-depend on its batch-mates. The loop asks when a sample that had stopped turns out not to be solved any more, and the
-front door asks when f contains a layer that takes the batch for something else.
+Solvers stop each sample separately and leave finished ones out, which is correct only if the image of a sample does not
+depend on its batch-mates. This is checked when a sample that had stopped is no longer solved, and when f contains a
+layer that takes the batch for a sequence.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from equipoise.problem.function import FunctionProblem, ImpureFunctionWarning, Problem
+from equipoise.problem.captures import other_than
+from equipoise.problem.layout import residual_at
+from equipoise.problem.problem import Count, FunctionProblem, ImpureFunctionWarning, Problem
 from equipoise.solution import warn_user
-from equipoise.tolerance import residual_at
+
+NOT_A_FUNCTION = (
+    "f is not a function of z: two evaluations at the same z differ. Look for dropout (use "
+    "equipoise.VariationalDropout), noise, BatchNorm in training mode or changing state inside f."
+)
 
 
 def mixes_samples(problem: Problem, rows: Tensor, image: Tensor) -> bool:
-    """Return whether the image of a sample depends on its batch-mates; warn, and return False, if f is not a function.
-
-    Args:
-        problem: the map of rows to rows.
-        rows, image: where to try, and ``problem(rows)``.
-    """
+    """Return whether the ``image`` of a sample depends on its batch-mates; False, with a warning, if f is impure."""
     with torch.no_grad():
         change = residual_at(image, problem(rows))
         if bool((change > 100 * problem.rounding).any()):
@@ -37,12 +36,6 @@ def mixes_samples(problem: Problem, rows: Tensor, image: Tensor) -> bool:
         )
 
 
-NOT_A_FUNCTION = (
-    "f is not a function of z: two evaluations at the same z differ. Look for dropout (use "
-    "equipoise.VariationalDropout), noise, BatchNorm in training mode or changing state inside f."
-)
-
-
 def depends_on_others(problem: Problem, rows: Tensor, image: Tensor, kept: Tensor, others: Tensor) -> bool:
     """Return whether the images of the samples ``kept`` change when ``others`` have other states, or are left out."""
 
@@ -56,24 +49,20 @@ def depends_on_others(problem: Problem, rows: Tensor, image: Tensor, kept: Tenso
     if not problem.gatherable:
         return False
     narrow = problem.take(kept)
-    return narrow is None or differ(narrow(rows[kept]), 1000)  # a batch of another size may be summed in other order
-
-
-def other_than(tensor: Tensor) -> Tensor:
-    """Return a tensor that differs everywhere, by about a tenth."""
-    return 1.01 * tensor + 0.1 * (1 + tensor.abs())
+    return narrow is None or differ(narrow(rows[kept]), 1000)  # another batch size may sum in another order
 
 
 def warn_of_sequence_first_layers(problem: FunctionProblem, rows: Tensor) -> None:
-    """Name a layer inside f that takes the first dimension for a sequence, if that makes f mix the samples."""
-    if problem.sequence_first is None or len(rows) < 2:
+    """Warn about a layer inside f that takes the first dimension for a sequence, if f therefore mixes the samples."""
+    if len(rows) < 2:
         return
     with torch.no_grad():
-        probe, rows = problem.uncounted(), other_than(rows.detach())  # attention over zeros would hide it
+        probe = problem.replaced(count=Count())  # these evaluations are not part of the solve
+        rows = other_than(rows.detach())  # attention over zeros would hide it
         if not mixes_samples(probe, rows, probe(rows)):
             return
     warn_user(
-        f"f mixes the samples of the batch: {problem.sequence_first} takes the first dimension for the sequence. Make "
-        "it with batch_first=True, or solve the batch as one problem with coupled=True.",
+        f"f mixes the samples of the batch: {problem.sequence_first} takes the first dimension for the sequence. "
+        "Create it with batch_first=True, or solve the batch as one problem with coupled=True.",
         ImpureFunctionWarning,
     )

@@ -1,45 +1,25 @@
 """A problem in units of its own, for rows whose numbers are too small or too large to be squared.
 
 Solvers form inner products. In float32 those of numbers below 1e-19 or above 1e19 underflow or overflow, so that a loss
-scaled by 1e-23 would get no gradient. Every row is therefore divided by a power of two about as large as it is, which
-is exact: z = f(z) and y = f(u y) / u with z = u y have the same solutions and the same relative residuals.
+scaled by 1e-23 would get no gradient. Every row is therefore divided by a power of two of its size, which is exact:
+z = f(z) and y = f(u y) / u with z = u y have the same solutions and the same relative residuals.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from equipoise.problem.function import Problem
-from equipoise.tolerance import largest_entries, powers_of_two, row_norms, smallest_exact_norm
+from equipoise.problem.problem import DerivedProblem, Problem
 
 
-def units(z: Tensor, image: Tensor) -> Tensor | None:
-    """Return what every row should be divided by, None in the ordinary case: no row needs it."""
-    if not image.numel():
-        return None
-    limits = torch.finfo(image.dtype)
-    low, high = smallest_exact_norm(image.dtype) / limits.eps, math.sqrt(limits.max) * limits.eps
-    smallest, largest = torch.aminmax(row_norms(image))
-    if low <= smallest.item() and largest.item() <= high:
-        return None
-    sizes = torch.maximum(largest_entries(image), largest_entries(z))
-    unit = torch.where((sizes < low) | (sizes > high), powers_of_two(sizes), 1.0)
-    return None if bool((unit == 1).all()) else unit
-
-
-class Rescaled(Problem):
+class Rescaled(DerivedProblem):
     """``problem`` with every row divided by its ``unit``."""
 
     def __init__(self, problem: Problem, unit: Tensor):
-        self.problem = problem
+        super().__init__(problem, problem.count)
         self.unit = self.row_units = unit
-        self.layout, self.device, self.count = problem.layout, problem.device, problem.count
-        self.affine, self.autocast, self.gatherable = problem.affine, problem.autocast, problem.gatherable
+        self.affine, self.autocast = problem.affine, problem.autocast
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.conjugate(self.problem)(rows)
@@ -51,9 +31,9 @@ class Rescaled(Problem):
         """Return a map of rows as a map of divided rows."""
         return lambda rows: self.divided(function(self.multiplied(rows)))
 
-    def take(self, rows: Tensor) -> Rescaled | None:
+    def take(self, rows: Tensor) -> Self | None:
         narrow = self.problem.take(rows)
-        return None if narrow is None else Rescaled(narrow, self.row_units.index_select(0, rows))
+        return narrow and type(self)(narrow, self.row_units.index_select(0, rows))
 
     def unpack(self, rows: Tensor) -> Any:
         return self.problem.unpack(self.multiplied(rows))
@@ -63,11 +43,7 @@ class Rescaled(Problem):
 
     @property
     def coarse(self) -> bool:
-        return True  # what is small in these units may vanish in the others
-
-    @property
-    def rounding(self) -> float:
-        return self.problem.rounding
+        return True  # a number that is small in these units may vanish in the original ones
 
     def multiplied(self, rows: Tensor) -> Tensor:
         return rows * self.row_units[:, None]

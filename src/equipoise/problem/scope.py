@@ -2,15 +2,15 @@
 
 f is called many times with the same parameters. A layer that derives its weight (weight normalisation, a norm
 constraint) or draws a mask (variational dropout) does so at its first call within a solve and finds the result here at
-every later one, also in the backward pass. A scope lives and dies with its solve, so nothing in it can be stale.
+every later call, including those of the backward pass. A scope lives as long as its solve, so it is never stale.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,64 +19,53 @@ from torch import Tensor
 Derived = TypeVar("Derived")
 
 
-class _Current(threading.local):  # which torch.compile can see through, unlike a ContextVar
-    scope: Scope | None = None
-
-
-_current = _Current()
-
-
+@dataclass
 class Scope:
-    """The memory of one solve. ``shared`` entries serve all samples; ``per_sample`` ones are gathered with them."""
+    """The memory of one solve of ``batch`` samples."""
 
-    def __init__(self, batch: int) -> None:
-        # A solve inside the f of another belongs to it: the same weights and masks, or the outer f would change.
-        outer = _current.scope
-        self.batch = batch
-        # f runs without a graph inside the loop, yet a derived weight must keep its path to the raw parameters.
-        self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
-        self.shared: dict[Hashable, Any] = {} if outer is None else outer.shared
-        self.per_sample: dict[Hashable, Tensor] = {} if outer is None else outer.per_sample
-
-    def take(self, rows: Tensor) -> Scope:
-        """The same scope for the samples ``rows``."""
-        taken = copy.copy(self)
-        taken.batch = len(rows)
-        taken.per_sample = {key: entry.index_select(0, rows) for key, entry in self.per_sample.items()}
-        return taken
-
-    def without_shared(self) -> Scope:
-        """The same masks, with every weight to be derived anew."""
-        fresh = copy.copy(self)
-        fresh.shared = {}
-        return fresh
+    batch: int
+    # f runs without a graph inside the loop, but a derived weight must keep its path to the raw parameters.
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
+    per_sample: dict[Hashable, Tensor] = field(default_factory=dict)  # gathered along with the samples
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        outer, _current.scope = _current.scope, self
+        """Share this scope between the solves inside; within another solve, share that one's."""
+        outer = current.scope
+        current.scope = self if outer is None else replace(outer, batch=self.batch)
         try:
             yield
         finally:
-            _current.scope = outer
+            current.scope = outer
+
+
+class Current(threading.local):  # torch.compile can trace it, unlike a ContextVar
+    """The scope of the solve that this thread is in."""
+
+    scope: Scope | None = None
+
+
+current = Current()
 
 
 def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample: bool = False) -> Derived:
-    """``compute()``, or what it gave the first time within the current solve; outside a solve it is always computed.
+    """Return ``compute()`` as evaluated first within the current solve; outside a solve it is always computed.
 
     Args:
-        key: names the entry; include ``id(self)`` and whatever else the result depends on but the parameters.
-        per_sample: the result is a tensor with a batch dimension and follows its samples when they are gathered.
+        key: name of the entry; includes ``id(self)`` and everything the result depends on except parameters.
+        per_sample: whether the result is a tensor with a batch dimension, to be gathered along with its samples.
     """
-    scope = _current.scope
+    scope = current.scope
     if scope is None:
         return compute()
     entries: dict[Hashable, Any] = scope.per_sample if per_sample else scope.shared
     if torch.compiler.is_compiling():
-        if key not in entries:  # an entry is an input of the compiled graph; what makes it is not part of that
-            torch.compiler.disable(make)(scope.grad, entries, key, compute)  # type: ignore[call-arg]
+        if key not in entries:  # an entry is an input of the compiled graph; computing it is not part of the graph
+            torch.compiler.disable(enter)(scope.grad, entries, key, compute)  # type: ignore[call-arg]
         return entries[key]
     if key not in entries:
-        make(scope.grad, entries, key, compute)
+        enter(scope.grad, entries, key, compute)
     if per_sample and len(entries[key]) != scope.batch:
         raise RuntimeError(
             f"a mask of {len(entries[key])} rows in a solve of {scope.batch} samples: it cannot follow its samples. "
@@ -85,7 +74,6 @@ def once_per_solve(key: Hashable, compute: Callable[[], Derived], *, per_sample:
     return entries[key]
 
 
-def make(grad: bool, entries: dict[Hashable, Any], key: Hashable, compute: Callable[[], Any]) -> None:
-    """Enter what ``compute`` gives, recorded or not as the solve wants it."""
+def enter(grad: bool, entries: dict[Hashable, Any], key: Hashable, compute: Callable[[], Any]) -> None:
     with torch.set_grad_enabled(grad):
         entries[key] = compute()

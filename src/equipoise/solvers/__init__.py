@@ -3,24 +3,17 @@
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Progress, Solver
 from equipoise.solvers.broyden import Broyden
-from equipoise.solvers.descent import FISTA, ProximalGradient
 from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.newton import NewtonKrylov
 from equipoise.solvers.picard import Picard
-from equipoise.solvers.splitting import DouglasRachford, ForwardBackward, PeacemanRachford
 
 __all__ = [
-    "FISTA",
     "GMRES",
     "Anderson",
     "BiCGStab",
     "Broyden",
-    "DouglasRachford",
-    "ForwardBackward",
     "NewtonKrylov",
-    "PeacemanRachford",
     "Picard",
     "Progress",
-    "ProximalGradient",
     "Solver",
 ]

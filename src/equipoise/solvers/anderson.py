@@ -4,36 +4,35 @@ D. G. Anderson, "Iterative procedures for nonlinear integral equations" (1965); 
 Y. Saad, "Two classes of multisecant methods for nonlinear acceleration" (2009).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.options import option, options
+from equipoise.problem.layout import row_norms
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import GapState, Solver
-from equipoise.tolerance import row_norms
 
 
 @dataclass
 class AndersonState(GapState):
-    """Adds rings of differences between successive iterates, one slot each, and their Gram matrix."""
+    """Adds ring buffers of differences between successive iterates, and their Gram matrix."""
 
     left: Tensor  # (batch, memory + 2, n): differences of gaps (type II) or iterates (type I); the last two gaps
     moves: Tensor  # (batch, memory, n): dz + mixing * dgap, by which the next iterate is corrected
     gram: Tensor  # (batch, memory, memory): left_i . dgap_j
-    seen: int  # differences entered so far
+    seen: int  # number of differences so far
 
-    def take(self, rows: Tensor) -> AndersonState:
+    def take(self, rows: Tensor) -> Self:
         taken = super().take(rows)
-        taken.gap = taken.left[:, gap_slot(taken.left, taken.seen)]  # the gap lives in the ring
+        taken.gap = taken.left[:, gap_slot(taken.left, taken.seen)]  # the gap is a view of the ring
         return taken
 
 
 def gap_slot(left: Tensor, seen: int) -> int:
-    """Gaps take turns in the last two slots, so that a gap and its predecessor lie where products need them."""
+    """Return the slot of the current gap: one of the last two in turn, so that its predecessor is kept."""
     return left.shape[1] - 2 + seen % 2
 
 
@@ -46,29 +45,22 @@ class Anderson(Solver):
     makes that vector orthogonal to every dz_j (type I).
 
     Args:
-        memory: differences kept; a plain step is memory 0, which is :class:`Picard`.
-        kind: 2 or 1, the type. Type I is the multisecant form of Broyden's good method.
-        ridge: added to the Gram matrix as if its columns were scaled to unit length, so relative to its scale;
-            None is a hundred rounding units of the state, about the error of the products.
-        mixing: the part of the remaining gap that is added to the extrapolated iterate; 1 is all of it.
-        restart: forget a sample's history when its residual grows by more than this factor; None never does.
+        memory: number of differences kept; without any, the method is :class:`Picard`.
+        kind: type, 2 or 1. Type I is the multisecant form of Broyden's good method.
+        ridge: regularisation of the Gram matrix scaled to unit diagonal; None is a hundred rounding units, about the
+            error of its entries.
+        mixing: fraction of the remaining gap that is added to the extrapolated iterate.
+        restart: factor of growth of its residual at which a sample's history is dropped; None never drops it.
 
     Example:
         >>> eq.fixed_point(f, z0, x, solver=eq.Anderson(memory=6))
     """
 
-    memory: int = 5
-    kind: int = 2
-    ridge: float | None = None
-    mixing: float = 1.0
-    restart: float | None = None
-
-    def __post_init__(self) -> None:
-        require(self, "memory", at_least=1, whole=True)
-        require(self, "kind", among=(1, 2))
-        require(self, "ridge", at_least=0.0, optional=True)
-        require(self, "mixing", above=0.0, at_most=2.0)
-        require(self, "restart", at_least=1.0, optional=True)
+    memory: int = option(default=5, at_least=1, whole=True)
+    kind: int = option(default=2, among=(1, 2))
+    ridge: float | None = option(default=None, at_least=0.0, optional=True)
+    mixing: float = option(default=1.0, above=0.0, at_most=2.0)
+    restart: float | None = option(default=None, at_least=1.0, optional=True)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> AndersonState:
         batch, n = z.shape
@@ -89,7 +81,7 @@ class Anderson(Solver):
         if self.restart is not None:
             grew = (row_norms(gap) > self.restart * row_norms(state.gap))[:, None, None]
             gram = gram.masked_fill(grew, 0.0)
-            left[:, : self.memory].masked_fill_(grew, 0.0)  # a difference of length 0 takes no part
+            left[:, : self.memory].masked_fill_(grew, 0.0)  # a zero difference has no effect
         torch.sub(image, state.image, out=moves[:, slot])
         if self.mixing != 1.0:
             moves[:, slot].add_(gap - state.gap, alpha=self.mixing - 1)
@@ -100,7 +92,7 @@ class Anderson(Solver):
         return AndersonState(z, image, gap, left, moves, gram, seen)
 
     def extrapolate(self, state: AndersonState) -> Tensor:
-        """The next iterate; the newest difference still has to enter the Gram matrix."""
+        """Return the next iterate, after entering the newest difference in the Gram matrix."""
         filled = min(state.seen, self.memory)
         new, current = (state.seen - 1) % self.memory, gap_slot(state.left, state.seen)
         left, moves, gram = state.left[:, :filled], state.moves[:, :filled], state.gram
@@ -118,12 +110,11 @@ class Anderson(Solver):
         return torch.baddbmm(base[:, None], gamma, moves, alpha=-1)[:, 0]
 
     def weights(self, gram: Tensor, right: Tensor) -> Tensor:
-        """gamma, with zeros (the plain step) where the system is singular."""
+        """Return gamma, with zeros (the plain step) where the system is singular."""
         ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
         system = gram.clone()
         diagonal = system.diagonal(dim1=1, dim2=2)
-        # A ridge on the matrix scaled to unit diagonal is this factor on the diagonal of the matrix itself.
-        # A difference of length 0 takes no part.
+        # A ridge on the matrix scaled to unit diagonal multiplies the diagonal. A zero difference has no effect.
         diagonal.mul_(1 + ridge).add_(diagonal == 0)
         solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
         return solution[:, :, 0].masked_fill_((failed != 0)[:, None], 0.0)

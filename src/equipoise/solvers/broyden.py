@@ -4,17 +4,14 @@ C. G. Broyden, "A class of methods for solving nonlinear simultaneous equations"
 as in S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), appendix B, or by restarts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
-from equipoise.problem.function import Problem
-from equipoise.solvers.base import GapState, Solver
-from equipoise.solvers.line_search import backtrack
+from equipoise.options import option, options
+from equipoise.problem.problem import Problem
+from equipoise.solvers.base import GapState, Solver, backtrack
 
 
 @dataclass
@@ -25,7 +22,7 @@ class BroydenState(GapState):
     right: Tensor
     weights: Tensor  # (batch, memory): right_k . gap, so that H gap = -gap + sum_k weights_k left_k
     direction: Tensor  # -H gap
-    seen: int  # updates made so far
+    seen: int  # number of updates so far
 
 
 @options
@@ -33,24 +30,19 @@ class Broyden(Solver):
     """Quasi-Newton steps z <- z - H g(z) with rank-one updates of H, which starts as -I: the plain step.
 
     Args:
-        memory: updates kept.
-        when_full: "restart" forgets all updates and goes on from -I; "drop" overwrites the oldest, as the MDEQ paper
-            does. An update is relative to those before it, so dropping one can leave an estimate that fits no secant:
+        memory: number of updates kept.
+        when_full: "restart" drops all updates and continues from -I; "drop" overwrites the oldest, as in the MDEQ
+            paper. An update is relative to those before it, so dropping one can leave an estimate that fits no secant:
             measured, restarting converges where dropping diverges.
-        line_search: times a step may be halved while it makes the residual grow; 0 takes every step.
+        line_search: number of times a step may be halved while it increases the residual; 0 takes every step.
 
     Example:
         >>> eq.fixed_point(f, z0, x, solver=eq.Broyden(memory=20))
     """
 
-    memory: int = 10
-    when_full: str = "restart"
-    line_search: int = 0
-
-    def __post_init__(self) -> None:
-        require(self, "memory", at_least=1, whole=True)
-        require(self, "when_full", among=("restart", "drop"))
-        require(self, "line_search", at_least=0, whole=True)
+    memory: int = option(default=10, at_least=1, whole=True)
+    when_full: str = option(default="restart", among=("restart", "drop"))
+    line_search: int = option(default=0, at_least=0, whole=True)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> BroydenState:
         batch, n = z.shape
@@ -75,14 +67,14 @@ class Broyden(Solver):
         turned = -moved  # H^T s
         weights = weights.clone()
         if filled:
-            found = (gap[:, None] @ right.mT)[:, 0]
-            weights[:, :filled] = found
-            new_product = torch.baddbmm(new_product[:, None], found[:, None], left)[:, 0]
+            along = (gap[:, None] @ right.mT)[:, 0]
+            weights[:, :filled] = along
+            new_product = torch.baddbmm(new_product[:, None], along[:, None], left)[:, 0]
             turned = torch.baddbmm(turned[:, None], moved[:, None] @ left.mT, right)[:, 0]
 
         change = gap - state.gap
         scale = (turned * change).sum(dim=1, keepdim=True)  # s^T H y
-        inverse = torch.where(scale == 0, 0.0, 1 / scale)  # a step that taught nothing leaves H as it is
+        inverse = torch.where(scale == 0, 0.0, 1 / scale)  # a step without information leaves H unchanged
         update = (moved - (new_product - product)) * inverse
         state.left[:, slot] = update
         state.right[:, slot] = turned
@@ -92,14 +84,14 @@ class Broyden(Solver):
         return BroydenState(z, image, gap, state.left, state.right, weights, direction, state.seen + 1)
 
     def filled(self, state: BroydenState, *, after: bool = False) -> int:
-        """Updates that make up H: those the next step starts from, or those there are ``after`` the last one."""
+        """Return the number of updates in H: those the next step starts from, or those ``after`` the last step."""
         if self.when_full == "drop":
             return min(state.seen, self.memory)
         used = state.seen % self.memory
         return self.memory if after and state.seen and not used else used
 
     def adjoint_estimate(self, state: BroydenState, cotangent: Tensor) -> Tensor:
-        """-H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
+        """Return -H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
         filled = self.filled(state, after=True)
         left, right = state.left[:, :filled], state.right[:, :filled]
         return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ left.mT, right, alpha=-1)[:, 0]

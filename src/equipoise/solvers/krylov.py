@@ -5,27 +5,25 @@ Y. Saad and M. Schultz, "GMRES" (1986), in the residual-minimising form of S. Ei
 H. van der Vorst, "Bi-CGSTAB" (1992).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.options import option, options
+from equipoise.problem.layout import row_norms
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import GapState, Solver
-from equipoise.tolerance import row_norms
 
 
 def require_affine(solver: Solver, problem: Problem) -> None:
-    """Refuse a problem whose products mean nothing."""
+    """Raise unless the problem has a linear part."""
     if not problem.affine:
         name = type(solver).__name__
         raise TypeError(
             f"{name} solves affine problems, and f is not known to be one. Use it for the backward pass, "
             f"ImplicitGradient(solver={name}()), use NewtonKrylov for the forward pass, or, if f is affine in z, "
-            "say so with f.affine = True."
+            "set f.affine = True."
         )
 
 
@@ -43,22 +41,18 @@ class GMRESState(GapState):
 class GMRES(Solver):
     """The iterate of least residual in the Krylov space, one product with A per step.
 
-    The iterates are those of GMRES in exact arithmetic until ``memory`` is full; then the oldest direction is dropped.
-    The residual is carried along by its recurrence and measured in the end.
+    In exact arithmetic the iterates are those of GMRES until ``memory`` is full; then the oldest direction is dropped.
+    The residual is updated by its recurrence and measured at the end.
 
     Args:
-        memory: directions kept.
+        memory: number of directions kept.
 
     Example:
         >>> eq.ImplicitGradient(solver=eq.GMRES(memory=20))
     """
 
-    memory: int = 20
-
     recurrent = True
-
-    def __post_init__(self) -> None:
-        require(self, "memory", at_least=1, whole=True)
+    memory: int = option(default=20, at_least=1, whole=True)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> GMRESState:
         require_affine(self, problem)
@@ -72,19 +66,19 @@ class GMRES(Solver):
         p = state.next
         q = p - problem.product(p)
         before = row_norms(q)
-        for _ in range(2 if filled else 0):  # once more, since rounding spoils a single pass
+        for _ in range(2 if filled else 0):  # twice, since rounding spoils a single pass
             overlap = q[:, None] @ state.products[:, :filled].mT
             q = torch.baddbmm(q[:, None], overlap, state.products[:, :filled], alpha=-1)[:, 0]
             p = torch.baddbmm(p[:, None], overlap, state.directions[:, :filled], alpha=-1)[:, 0]
         size = row_norms(q)
-        # A direction that was in the space already is noise after orthogonalisation: it takes no part.
+        # A direction already in the space is noise after orthogonalisation, and is dropped.
         keep = size > 10 * torch.finfo(q.dtype).eps * before
         inverse = torch.where(keep, 1 / size, 0.0)[:, None]
         p, q = p * inverse, q * inverse
         state.directions[:, slot], state.products[:, slot] = p, q
         length = (q * state.gap).sum(dim=1, keepdim=True)
         z, gap = torch.addcmul(state.z, length, p), torch.addcmul(state.gap, length, q, value=-1)
-        # Where the residual hardly moved, it would give the same direction again: go on with the Krylov vector.
+        # A residual that hardly moved would give the same direction again: continue with the Krylov vector.
         stuck = (length.abs() < 1e-3 * row_norms(state.gap)[:, None]) & keep[:, None]
         return GMRESState(z, z + gap, gap, state.directions, state.products, torch.where(stuck, q, gap), state.seen + 1)
 
@@ -100,7 +94,7 @@ class BiCGStabState(GapState):
 
 @options
 class BiCGStab(Solver):
-    """Short recurrences: no stored directions, two products with A per step, no minimal residual.
+    """Short recurrences: no stored directions, two products with A per step, residuals not minimal.
 
     Example:
         >>> eq.ImplicitGradient(solver=eq.BiCGStab())
@@ -124,7 +118,7 @@ class BiCGStab(Solver):
         rho = dot(state.shadow, gap)
         beta = safe_ratio(rho, state.rho) * safe_ratio(alpha, omega)
         direction = gap + beta * (state.direction - omega * v)
-        # When the shadow has become orthogonal to the residual, the recurrence starts over from here.
+        # A shadow that is orthogonal to the residual restarts the recurrence.
         lost = rho.abs() <= 1e-6 * row_norms(state.shadow)[:, None] * row_norms(gap)[:, None]
         return BiCGStabState(
             z,
@@ -137,10 +131,10 @@ class BiCGStab(Solver):
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The product of each row with its counterpart, as a column."""
+    """Return the inner products of corresponding rows, as a column."""
     return (a * b).sum(dim=1, keepdim=True)
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The ratio, or 0 where it does not exist."""
+    """Return the ratio, or 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)

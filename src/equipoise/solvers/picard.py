@@ -1,30 +1,25 @@
 """Plain and damped fixed-point iteration."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.options import option, options
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import Solver, State
 
 
 @options
 class Picard(Solver):
-    """z <- (1 - damping) f(z) + damping z. Converges when f, so averaged, is a contraction.
+    """z <- (1 - damping) f(z) + damping z. Converges if this map is a contraction.
 
     Args:
-        damping: 0 is the plain step.
+        damping: weight of the current iterate; 0 is the plain step.
 
     Example:
         >>> eq.fixed_point(f, z0, x, solver=eq.Picard(damping=0.5))
     """
 
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(self, "damping", at_least=0.0, below=1.0)
+    damping: float = option(default=0.0, at_least=0.0, below=1.0)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> State:
         return State(z, image)

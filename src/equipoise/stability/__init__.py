@@ -1,4 +1,4 @@
-"""Keeping an equilibrium solvable: how contractive f is, bounds that make it so, dropout that fits."""
+"""Keep an equilibrium solvable: measures of how contractive f is, layers of bounded norm, dropout fixed per solve."""
 
 from equipoise.stability.layers import SpectralNorm, VariationalDropout, WeightNorm
 from equipoise.stability.measures import jacobian_penalty, spectral_radius

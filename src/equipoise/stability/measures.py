@@ -1,4 +1,4 @@
-"""Measures of how contractive f is: the Jacobian penalty and the spectral radius."""
+"""Measure how contractive f is: the Jacobian penalty and the spectral radius."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from equipoise.gradients.implicit import gradients, isolated, recorded
 from equipoise.options import require_number
-from equipoise.problem.function import FunctionProblem
+from equipoise.problem.problem import FunctionProblem
 
 
 def jacobian_penalty(
     f: Callable[..., Any], z: Any, *inputs: Any, probes: int = 1, generator: torch.Generator | None = None
 ) -> Tensor:
-    """An unbiased estimate of ||df/dz||_F^2 / numel(z): a scalar to add to the loss, differentiable in everything.
+    """Return an unbiased estimate of ||df/dz||_F^2 / numel(z): a differentiable scalar to add to the loss.
 
     Args:
-        f: the function of the fixed point.
-        z: where; the equilibrium or any iterate. Pass it detached to leave it alone.
-        probes: Gaussian vectors averaged over.
-        generator: for the probes.
+        f: function of the fixed point.
+        z: point at which to measure, the equilibrium or any iterate. Detach it to keep gradients from flowing into it.
+        probes: number of Gaussian vectors to average over.
+        generator: random generator for the probes.
 
     Example:
         >>> loss = loss + 0.5 * eq.jacobian_penalty(layer.f, z.detach(), x, probes=2)
@@ -30,13 +30,11 @@ def jacobian_penalty(
     Reference: S. Bai, V. Koltun, J. Z. Kolter, "Stabilizing equilibrium models by Jacobian regularization" (2021).
     """
     require_number("probes", probes, at_least=1, whole=True)
-    require_generator(generator)
     with torch.enable_grad():
-        rows, image = recorded_rows(f, z, inputs)
+        rows, image = recorded_rows(f, z, inputs, generator)
         total = image.new_zeros(())
         for _ in range(probes):
-            probe = torch.randn(image.shape, dtype=image.dtype, device=image.device, generator=generator)
-            (product,) = gradients([image], [rows], [probe], create_graph=True)
+            (product,) = gradients([image], [rows], [gaussian_like(image, generator)], create_graph=True)
             total = total + product.square().sum()
     return total / (probes * max(rows.numel(), 1))
 
@@ -44,32 +42,30 @@ def jacobian_penalty(
 def spectral_radius(
     f: Callable[..., Any], z: Any, *inputs: Any, steps: int = 40, generator: torch.Generator | None = None
 ) -> Tensor:
-    """The largest |eigenvalue| of df/dz per sample: below 1, plain iteration converges near z.
+    """Return the largest |eigenvalue| of df/dz per sample: if it is below 1, plain iteration converges near z.
 
-    By ``steps`` steps of Arnoldi's method, which sees complex pairs, unlike power iteration; exact when ``steps``
-    reaches the size of z, otherwise close from below; NaN where f or its derivative is not finite. Memory: ``steps``
-    vectors like z.
+    Uses ``steps`` steps of Arnoldi's method, which finds complex pairs, unlike power iteration. The result is exact
+    when ``steps`` reaches the size of z, otherwise slightly too small; NaN where f or its derivative is not finite.
+    Memory: ``steps`` vectors like z.
 
     Example:
         >>> eq.spectral_radius(layer.f, layer(x), x)
     """
     require_number("steps", steps, at_least=1, whole=True)
-    require_generator(generator)
     with torch.enable_grad():
-        rows, image = recorded_rows(f, z, inputs)
+        rows, image = recorded_rows(f, z, inputs, generator)
     with torch.no_grad():
         batch, n = rows.shape
         steps = min(steps, n)
         if batch == 0 or n == 0:
             return rows.new_zeros(batch)
-        start = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device, generator=generator)
-        basis = [normalised(start)[0]]
+        basis = [normalised(gaussian_like(rows, generator))[0]]
         hessenberg = rows.new_zeros(batch, steps, steps)
         for k in range(steps):
             (w,) = gradients([image], [rows], [basis[-1]], create_graph=False)  # J^T has the eigenvalues of J
             before = torch.linalg.vector_norm(w, dim=1)
             V = torch.stack(basis, dim=1)
-            for _ in range(2):  # once more, since rounding spoils a single pass
+            for _ in range(2):  # twice, because rounding spoils a single pass
                 overlap = (w[:, None] @ V.mT)[:, 0]
                 w = w - (overlap[:, None] @ V)[:, 0]
                 hessenberg[:, : k + 1, k] += overlap
@@ -78,19 +74,18 @@ def spectral_radius(
             if k + 1 < steps:
                 hessenberg[:, k + 1, k] = torch.where(closed, 0.0, size)
                 basis.append(torch.where(closed[:, None], fresh_direction(V, generator), w))
-        finite = hessenberg.isfinite().all(dim=2).all(dim=1)  # LAPACK may crash on what is not
+        finite = hessenberg.isfinite().all(dim=2).all(dim=1)  # LAPACK may crash otherwise
         radius = rows.new_full((batch,), torch.nan)
         radius[finite] = torch.linalg.eigvals(hessenberg[finite]).abs().amax(dim=1)
         return radius
 
 
-def require_generator(generator: Any) -> None:
+def recorded_rows(
+    f: Callable[..., Any], z: Any, inputs: tuple[Any, ...], generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Return z as rows that gradients can be taken with respect to, and f at z with its graph."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator is {generator!r}; it must be a torch.Generator, or None.")
-
-
-def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """z as rows at which gradients can be asked for, and f there with its graph."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a Jacobian needs derivatives, which inference_mode does not have: use torch.no_grad().")
     problem, _, _ = FunctionProblem.start(f, z, inputs)
@@ -98,15 +93,19 @@ def recorded_rows(f: Callable[..., Any], z: Any, inputs: tuple[Any, ...]) -> tup
     return rows, recorded(problem.uncompiled(), rows)  # compiled graphs have no second derivative
 
 
+def gaussian_like(rows: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(rows.shape, dtype=rows.dtype, device=rows.device, generator=generator)
+
+
 def normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of unit length (zero rows stay), and what their lengths were."""
+    """Return the rows scaled to unit length (zero rows stay zero), and their lengths."""
     size = torch.linalg.vector_norm(rows, dim=1)
     return rows / torch.where(size == 0, 1.0, size)[:, None], size
 
 
 def fresh_direction(V: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A random unit vector orthogonal to the orthonormal rows of V, per sample."""
-    w = torch.randn(V.shape[0], V.shape[2], dtype=V.dtype, device=V.device, generator=generator)
+    """Return a random unit vector per sample, orthogonal to the orthonormal rows of V."""
+    w = gaussian_like(V[:, 0], generator)
     for _ in range(2):
         w = w - ((w[:, None] @ V.mT) @ V)[:, 0]
     return normalised(w)[0]

@@ -1,4 +1,4 @@
-"""Upper bounds of operator norms, by Gram iteration: of matrices, and of convolutions on images of a size.
+"""Upper bounds of the operator norms of matrices and of convolutions on images of a given size.
 
 B. Delattre, Q. Barthelemy, A. Araujo, A. Allauzen, "Efficient bound of Lipschitz constant for convolutional layers by
 Gram iteration" (2023).
@@ -13,63 +13,65 @@ from torch import Tensor
 
 from equipoise.options import require_number
 
-ITERATIONS = 6  # of Gram: bounds are then tight within n^(1/128)
-FREQUENCIES = 20  # for each tap of a kernel but the first: where the norms of a convolution are compared
-CACHED = 2**20  # numbers that a processor's cache holds
+ITERATIONS = 6  # of Gram iteration: bounds are then tight within a factor n^(1/128)
+FREQUENCIES = 20  # per tap of a kernel but the first, at which the norms of its blocks are compared
+CACHED = 2**20  # numbers that fit into a processor's cache
 
 
 def operator_norm_bound(matrix: Tensor, iterations: int = ITERATIONS) -> Tensor:
-    """An upper bound of the largest singular value of the (..., m, n) matrices, tight within n^(1/2^(iterations+1)).
+    """Return an upper bound of the largest singular value of (..., m, n) matrices.
 
-    Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k). Never below the norm, unlike power
-    iteration, deterministic and differentiable.
+    Gram iteration: ||A||_2 = ||A^H A||_2^(1/2) = ... <= ||G_k||_F^(1/2^k), tight within n^(1/2^(iterations+1)). Unlike
+    power iteration it is never below the norm; it is deterministic and differentiable.
 
-    Reference: theorem 2 of the paper named above.
+    Reference: theorem 2 of the paper above.
     """
     require_number("iterations", iterations, at_least=0, whole=True)
     if not isinstance(matrix, Tensor) or matrix.dim() < 2:
-        given = f"a tensor of shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor) else repr(matrix)
-        raise ValueError(f"matrix is {given}; it must be a tensor of (..., rows, columns).")
+        raise ValueError(f"matrix is {described(matrix)}; it must be a tensor of (..., rows, columns).")
     gram = matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mH
     largest = gram.abs().amax(dim=(-2, -1))
     scale = largest.clamp(min=torch.finfo(largest.dtype).tiny)
     gram = gram / scale[..., None, None]
     log_bound = scale.log()
     for k in range(iterations):
-        # Rescaled at every step, or the powers would overflow; the scales are collected in the logarithm.
+        # Rescaled at every step to avoid overflow; the scales are collected in the logarithm.
         size = torch.where(largest == 0, 1.0, frobenius(gram))
         log_bound = log_bound + size.log() / 2**k
         gram = gram / size[..., None, None]
         gram = gram.mH @ gram
     size = torch.where(largest == 0, 1.0, frobenius(gram))
-    rounding = 1 + 32 * torch.finfo(log_bound.dtype).eps  # of the sums above, so that the bound stays one
+    rounding = 1 + 32 * torch.finfo(log_bound.dtype).eps  # of the sums above, which must not break the bound
     bound = rounding * (log_bound + size.log() / 2**iterations).exp()
     return torch.where(largest == 0, 0.0, bound)
 
 
+def described(given: object) -> str:
+    return f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+
+
 def frobenius(matrix: Tensor) -> Tensor:
-    """The Frobenius norm; of real numbers, since torch's of complex ones is forty times slower."""
+    """Return the Frobenius norm, computed on real numbers: torch's is forty times slower on complex ones."""
     return torch.linalg.matrix_norm(torch.view_as_real(matrix).flatten(-2) if matrix.is_complex() else matrix)
 
 
 def conv2d_norm_bound(
     kernel: Tensor, size: tuple[int, int], iterations: int = ITERATIONS, angles: Tensor | None = None
 ) -> Tensor:
-    """An upper bound of the operator norm of a stride-1 convolution on zero-padded images of ``size``.
+    """Return an upper bound of the operator norm of a stride-1 convolution on zero-padded images.
 
-    Zero padding is a restriction of the circular convolution on the grid enlarged by the kernel, which the DFT
-    block-diagonalises: the norm is at most that of the largest block. On large images blocks on a coarser grid are
-    enough, :func:`frequency_grid` says why.
+    The convolution is a restriction of the circular one on a grid enlarged by the kernel, which the DFT
+    block-diagonalises: its norm is at most that of the largest block. On large images, blocks on a coarser grid are
+    enough (:func:`frequency_grid`).
 
     Args:
-        kernel: (out, in, height, width).
-        size: of the images.
-        iterations: of :func:`operator_norm_bound`.
-        angles: of the largest block, if it is known: what :func:`largest_block` gave for this kernel.
+        kernel: tensor of shape (out, in, height, width).
+        size: height and width of the images.
+        iterations: number of iterations of :func:`operator_norm_bound`.
+        angles: angles of the largest block, if known: the result of :func:`largest_block` for this kernel.
     """
     if not isinstance(kernel, Tensor) or kernel.dim() != 4:
-        given = f"a tensor of shape {tuple(kernel.shape)}" if isinstance(kernel, Tensor) else repr(kernel)
-        raise ValueError(f"kernel is {given}; it must be a tensor of (out, in, height, width).")
+        raise ValueError(f"kernel is {described(kernel)}; it must be a tensor of (out, in, height, width).")
     if not isinstance(size, tuple | list) or len(size) != 2 or not all(isinstance(n, int | torch.SymInt) for n in size):
         raise ValueError(f"size is {size!r}; it must be (height, width) of the images, whole numbers.")
     grid, slack = frequency_grid(kernel, size)
@@ -78,13 +80,13 @@ def conv2d_norm_bound(
 
 
 def frequency_grid(kernel: Tensor, size: tuple[int, int]) -> tuple[tuple[int, ...], float]:
-    """On how many frequencies blocks are compared, and by what the largest may exceed them in between.
+    """Return the size of the frequency grid, and the factor by which norms off the grid may exceed those on it.
 
     The block at frequency w is the sum of the kernel's k taps times exp(-i w t), so <u, block v> is a trigonometric
-    polynomial of degree (k - 1) / 2 up to a phase. By a lemma of M. Riesz it falls from its largest value M no faster
-    than M cos((k - 1) / 2 times the distance), and of n frequencies one is within pi / n of that value: no norm exceeds
-    the largest found by more than 1 / cos(pi (k - 1) / 2n), in both directions (H. Ehlich, K. Zeller, 1964). With
-    n = ``FREQUENCIES`` (k - 1) that is 0.6 %.
+    polynomial of degree (k - 1) / 2 up to a phase. By a lemma of M. Riesz it falls from its maximum M no faster than
+    M cos((k - 1) / 2 times the distance), and one of n frequencies is within pi / n of the maximum: no norm exceeds the
+    largest on the grid by more than 1 / cos(pi (k - 1) / 2n) per direction (H. Ehlich, K. Zeller, 1964). With
+    n = ``FREQUENCIES`` (k - 1) that is 0.6 % for both directions together.
     """
     counts, slack = [], 1.0
     for n, k in zip(size, kernel.shape[2:], strict=True):
@@ -95,17 +97,17 @@ def frequency_grid(kernel: Tensor, size: tuple[int, int]) -> tuple[tuple[int, ..
 
 
 def block(kernel: Tensor, angles: Tensor) -> Tensor:
-    """The (out, in) complex matrix of the frequency at which the kernel's taps have these angles."""
+    """Return the (out, in) complex matrix of the frequency at which the kernel's taps have these angles."""
     taps = kernel.flatten(2)
     return torch.complex(taps @ angles.cos().to(kernel), taps @ -angles.sin().to(kernel))
 
 
 @torch.no_grad()
 def largest_block(kernel: Tensor, grid: tuple[int, ...], iterations: int = ITERATIONS) -> Tensor:
-    """Where on a grid of frequencies :func:`operator_norm_bound` is largest: the angles of the taps.
+    """Return the angles of the taps at the grid frequency with the largest :func:`operator_norm_bound`.
 
-    Frequencies drop out as soon as an upper bound of theirs is below a lower one of another, and only the one that is
-    found has to be differentiated. They are taken a few at a time: what is multiplied then stays in the cache.
+    A frequency drops out as soon as its upper bound is below another's lower bound, and only the winner has to be
+    differentiated. Frequencies are processed a few at a time, to stay in the cache.
     """
     angles = tap_angles(kernel, grid)
     taps = kernel.flatten(2).permute(2, 0, 1)
@@ -113,27 +115,27 @@ def largest_block(kernel: Tensor, grid: tuple[int, ...], iterations: int = ITERA
     n, largest = taps.shape[2], taps.abs().max()
     if not bool(largest.isfinite()):
         return angles[0]
-    flat = (taps / largest.clamp(min=torch.finfo(largest.dtype).tiny)).flatten(1)  # or squares would overflow
+    flat = (taps / largest.clamp(min=torch.finfo(largest.dtype).tiny)).flatten(1)  # so that squares do not overflow
     waves = torch.stack([angles.cos(), -angles.sin()], dim=1).to(flat)  # (frequency, [re, im], tap)
-    best, found = -math.inf, 0
+    best, winner = -math.inf, 0
     few = max(1, (CACHED if kernel.device.type == "cpu" else 64 * CACHED) // (2 * flat.shape[1]))
     for start in range(0, len(waves), few):
         part = waves[start : start + few]
         stacked = (part.flatten(0, 1) @ flat).view(len(part), -1, n)  # real parts above imaginary ones
         log_bound, place = largest_above(best, stacked, iterations)
         if log_bound > best:
-            best, found = log_bound, start + place
-    return angles[found]
+            best, winner = log_bound, start + place
+    return angles[winner]
 
 
 def largest_above(best: float, stacked: Tensor, iterations: int) -> tuple[float, int]:
-    """The largest log of the bounds of some blocks, and whose it is; minus infinity if all are below ``best``."""
+    """Return the largest log bound of some blocks and its index; minus infinity if all are below ``best``."""
     n, left = stacked.shape[2], torch.arange(len(stacked), device=stacked.device)
     log_bound = stacked.new_zeros(len(stacked))
     for k in range(iterations + 1):
         size = torch.linalg.vector_norm(stacked.flatten(1), dim=1)
         log_bound = log_bound + size.clamp(min=torch.finfo(size.dtype).tiny).log() / 2**k
-        # ||G||_F is at most sqrt(n) ||G||_2; and bounds only fall.
+        # ||G||_F is at most sqrt(n) ||G||_2, and bounds only decrease.
         kept = log_bound >= max(best, float(log_bound.max()) - math.log(n) / 2 ** (k + 1))
         left, log_bound, size, stacked = left[kept], log_bound[kept], size[kept], stacked[kept]
         if not len(left):
@@ -145,9 +147,9 @@ def largest_above(best: float, stacked: Tensor, iterations: int) -> tuple[float,
 
 
 def tap_angles(kernel: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """2 pi (frequency times tap) over the grid: (frequency, tap), on the CPU: not every device has float64.
+    """Return 2 pi (frequency x tap) / grid as (frequency, tap), on the CPU: not every device has float64.
 
-    Half of the columns are enough, since the kernel is real and the others have the conjugate blocks.
+    Half of the columns are enough: the kernel is real, so the others have conjugate blocks.
     """
     along = [
         (torch.arange(count)[:, None] * torch.arange(k) % n).double() / n
@@ -158,10 +160,7 @@ def tap_angles(kernel: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def gram_matrices(stacked: Tensor) -> Tensor:
-    """(A + i B)^H (A + i B) of the (count, [A, B], n) matrices, stacked again.
-
-    By real products, which are many times faster in batches.
-    """
+    """Return (A + i B)^H (A + i B) of (count, [A, B], n) matrices, stacked likewise; real products are faster."""
     real, imaginary = stacked.chunk(2, dim=1)
     cross = real.mT @ imaginary
     return torch.cat([stacked.mT @ stacked, cross - cross.mT], dim=1)

@@ -26,11 +26,12 @@ from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.files import places
 from equipoise.lab.data.files.trees import Zip
 from equipoise.lab.data.get.sources import HOW_TO_GET, SOURCES
-from equipoise.lab.recipes.recipe import Recipe, open_recipe
-from equipoise.lab.results.sweeps import described
+from equipoise.lab.recipes.build import load_data
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import this_machine
-from equipoise.lab.training.trainer import load_data
+from equipoise.lab.training.sweeps import described
 from equipoise.registry import ANYTHING
 from official_files import (
     BATCHES,

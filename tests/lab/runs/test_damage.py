@@ -19,13 +19,12 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main
+from equipoise.lab.files import DEEPEST, WriteError, misfit, parse, whole, write_text
+from equipoise.lab.results.trained import evaluate_run
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
-from equipoise.lab.files import DEEPEST, WriteError, misfit, parse, whole, write_text
-from equipoise.lab.training.log import Log
-from equipoise.lab.results.trained import evaluate_run
+from equipoise.lab.runs.folder import Log, Run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.runs.folder import Run
 from equipoise.lab.training.trainer import StopRequest, Trainer
 from equipoise.lab.training.trainer import train as train_run
 from lab_helpers import (
@@ -98,7 +97,7 @@ def test_a_damaged_line_of_the_log_costs_that_line_alone(tmp_path, bad):
     stopped.log.write_bytes(b"\n".join([*lines[:3], bad, *lines[4:-1], lines[-1][:-5]]))
     assert stopped.records() == before[:3] + before[4:-1]
     text = resume(stopped)
-    assert "2 lines of log.jsonl could not be read, and moved to log.damaged; the others are kept" in text
+    assert "2 lines of log.jsonl could not be read and were moved to log.damaged; the others are kept" in text
     assert (stopped.folder / "log.damaged").read_bytes() == bad + b"\n" + lines[-1][:-5] + b"\n"
     assert stopped.log.read_bytes().startswith(b"\n".join(lines[:3] + lines[4:-1]) + b"\n")
     assert len(stopped.epochs()) == 4
@@ -125,7 +124,7 @@ def test_a_lost_checkpoint_does_not_cost_the_log(tmp_path):
     stopped.last.unlink()
     before = stopped.log.read_bytes()
     text = resume(stopped, expect=2)
-    assert f"{stopped.last} is missing, though {stopped.log} has 3 epochs: put it back; or, to train from" in text
+    assert f"{stopped.last} is missing, though {stopped.log} has 3 epochs: restore it; or, to train from" in text
     assert stopped.log.read_bytes() == before
 
 
@@ -138,11 +137,11 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path):
     before = stopped.log.read_bytes()
     shutil.copy(other.last, stopped.last)
     text = resume(stopped, expect=2)
-    assert f"{stopped.last} is of another run than {stopped.folder / 'run.json'}: " in text
+    assert f"{stopped.last} belongs to another run than {stopped.folder / 'run.json'}: " in text
     assert "optimizer.lr is 0.5 there and 0.02 here" in text
     assert "seed is 7 there and not set here" in text
     assert stopped.log.read_bytes() == before
-    with pytest.raises(CheckpointError, match="is of another run"):
+    with pytest.raises(CheckpointError, match="belongs to another run"):
         eq.load(stopped.folder, weights="last", trust="lab_helpers")
 
 
@@ -156,7 +155,7 @@ def test_best_weights_of_another_run_are_refused(tmp_path):
     assert "seed is 7 there and not set here" in resume(stopped, expect=2)
     stopped.best.write_bytes(whole)
     rewrite(stopped.best, lambda facts: facts["best"].update(epoch=2))
-    assert "does not hold the best weights of this run" in resume(stopped, expect=2)
+    assert "does not contain the best weights of this run" in resume(stopped, expect=2)
     stopped.best.write_bytes(whole)
     resume(stopped)
 
@@ -165,7 +164,7 @@ def test_the_best_weights_in_the_place_of_the_last(tmp_path):
     stopped = train(tmp_path, TEST_SIGNALS=f"loss {STEPS + 2} SIGTERM", expect=143)
     shutil.copy(stopped.best, stopped.last)
     text = resume(stopped, expect=2)
-    assert f"{stopped.last} holds weights alone, without what training needs to go on: is it a copy of best" in text
+    assert f"{stopped.last} contains only weights, so training cannot continue from it: is it a copy of best" in text
 
 
 def test_every_flipped_bit_is_found(damaged, tmp_path):
@@ -215,18 +214,21 @@ TENSORS = {
         lambda t: t.update({"model/head.2.bias": t["model/head.2.bias"].to(torch.complex64)}),
         "head.2.bias is torch.complex64",
     ),
-    "a tensor of nothing": (lambda t: t.update({"odd": torch.zeros(1)}), "its tensor 'odd' belongs to nothing"),
+    "a tensor of nothing": (lambda t: t.update({"odd": torch.zeros(1)}), "its tensor 'odd' has an unknown prefix"),
     "a state of no parameter": (
         lambda t: t.update({"optimizer/99/exp_avg": torch.zeros(1)}),
-        "an entry '99/exp_avg', which belongs to no parameter",
+        "an entry '99/exp_avg', which does not belong to a parameter",
     ),
-    "a state without a number": (lambda t: t.update({"optimizer/x/y": torch.zeros(1)}), "belongs to no parameter"),
+    "a state without a number": (
+        lambda t: t.update({"optimizer/x/y": torch.zeros(1)}),
+        "does not belong to a parameter",
+    ),
     "a state of another shape": (
         lambda t: t.update({"optimizer/0/exp_avg": torch.zeros(7)}),
-        "its optimizer's state of parameter 0",
+        "its optimizer state for parameter 0",
     ),
-    "half a state": (lambda t: t.pop("optimizer/0/exp_avg"), "is not that of a Adam"),
-    "a state unknown": (lambda t: t.update({"optimizer/0/zeal": torch.zeros(1)}), "is not that of a Adam"),
+    "half a state": (lambda t: t.pop("optimizer/0/exp_avg"), "does not fit Adam"),
+    "a state unknown": (lambda t: t.update({"optimizer/0/zeal": torch.zeros(1)}), "does not fit Adam"),
 }
 
 
@@ -332,8 +334,7 @@ def test_any_entry_of_result_json_may_be_anything(damaged, capsys, count):
 
 @SIZES
 def test_any_entry_of_a_sweep_or_a_table_may_be_anything(damaged, tmp_path, capsys, count, monkeypatch):
-    from equipoise.lab.results import reproduce
-    from equipoise.lab.results import sweeps
+    from equipoise.lab.results import reproduce, sweeps
 
     monkeypatch.setattr(sweeps, "run_to_end", lambda *_, **__: {"steps": 1})
     monkeypatch.setattr(reproduce, "trained_in", lambda *_: damaged)
@@ -463,7 +464,7 @@ def test_a_full_disk_while_the_log_is_written(tmp_path):
 
 def test_a_line_of_the_log_is_written_whole_or_not_at_all(damaged, monkeypatch):
     """A disk may take half a line."""
-    with Log(Run(damaged), ALONE, samples=1) as log:
+    with Log(Run(damaged), samples=1) as log:
         before = Run(damaged).log.read_bytes()
         file = log.file
 

@@ -13,8 +13,8 @@ import torch
 
 import equipoise as eq
 from equipoise.cli import main, parser
+from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.runs import checkpoints
-from equipoise.lab.recipes.recipe import RecipeError
 from equipoise.lab.runs.folder import open_run
 from equipoise.registry import ANYTHING, NOTHING, Registry, Trust, UnknownName, UntrustedName, WrongKind, trusting
 from lab_helpers import latest, run, train, write_recipe
@@ -216,14 +216,18 @@ def test_a_trusted_model_is_loaded(copy, place, capsys):
         ("model", "helpful:__class__.__base__", "there is no attribute of module helpful"),
         ("task", "helpful:Net", "it must be a class derived from equipoise.tasks.base.Task"),
         ("optimizer", "helpful:Plain", "it must be a class derived from torch.optim.optimizer.Optimizer"),
-        ("schedule", "helpful:unsaid", "does not say that it returns a LRScheduler"),
-        ("schedule", "helpful:Plain", "it must be a function defined in a module that is trusted"),
-        ("data", "helpful:system", "it must be a function defined in a module that is trusted"),
-        ("data", "helpful:run", "it must be a function defined in a module that is trusted"),
-        ("data", "helpful:sneaky", "does not say that it returns a DataSet"),
-        ("data", "helpful:unsaid", "does not say that it returns a DataSet, as a function named in a file must: def"),
-        ("data", "helpful:other", "does not say that it returns a DataSet"),
-        ("data", "helpful:Plain", "it must be a function defined in a module that is trusted"),
+        ("schedule", "helpful:unsaid", "does not declare that it returns a LRScheduler"),
+        ("schedule", "helpful:Plain", "it must be a function defined in a trusted module"),
+        ("data", "helpful:system", "it must be a function defined in a trusted module"),
+        ("data", "helpful:run", "it must be a function defined in a trusted module"),
+        ("data", "helpful:sneaky", "does not declare that it returns a DataSet"),
+        (
+            "data",
+            "helpful:unsaid",
+            "does not declare that it returns a DataSet, as a function named in a file must",
+        ),
+        ("data", "helpful:other", "does not declare that it returns a DataSet"),
+        ("data", "helpful:Plain", "it must be a function defined in a trusted module"),
     ],
 )
 def test_a_trusted_module_gives_only_what_is_of_the_right_kind(copy, capsys, section, name, words):
@@ -253,7 +257,7 @@ def test_trust_is_exact(place):
 
 @pytest.mark.parametrize("word", ["helpful:Net", "../helpful", "", "a b", 3, None])
 def test_what_is_trusted_is_a_module(copy, word):
-    with pytest.raises(ValueError, match="it must be the name of a module, such as 'my_module' or 'pkg.nets'"):
+    with pytest.raises(ValueError, match="it must be a module name, such as 'my_module' or 'pkg.nets'"):
         eq.load(copy, trust=[word])
 
 
@@ -267,7 +271,7 @@ def test_what_a_user_types_is_the_users_own_word(copy, place):
 def test_names_that_are_no_strings(copy):
     for name in (5, None, ["os:system"], {"name": "os"}):
         edit(copy, "model", "name", to=name)
-        with pytest.raises(RecipeError, match=r"model\.name is .*; it must be a text"):
+        with pytest.raises(RecipeError, match=r"model\.name is .*; it must be a string"):
             eq.load(copy)
 
 
@@ -308,7 +312,7 @@ def test_the_refusal_says_where_the_module_is(copy, place):
     with pytest.raises(UntrustedName) as error:
         eq.load(copy)
     assert f"If you trust helpful ({place / 'helpful.py'}), which may do anything" in str(error.value)
-    assert str(error.value).endswith("say so: trust='helpful'.")
+    assert str(error.value).endswith("pass trust='helpful'.")
     edit(copy, "model", "name", to="nowhere_at_all:Net")
     with pytest.raises(UntrustedName, match=r"nowhere_at_all \(not found here\)"):
         eq.load(copy)
@@ -374,5 +378,5 @@ def test_outside_of_any_file_everything_is_the_users_own_word():
     with trusting(Trust.of("shlex")):
         assert parts["shlex:join"] is shlex.join
         assert issubclass(WrongKind, UnknownName)
-        with pytest.raises(WrongKind, match="it must be a function defined in a module that is trusted"):
+        with pytest.raises(WrongKind, match="it must be a function defined in a trusted module"):
             parts["shlex:os"]

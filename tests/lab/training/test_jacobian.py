@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import equipoise as eq
-from equipoise.lab.recipes.recipe import Jacobian, RecipeError, Training, open_recipe
+from equipoise.lab.recipes.reading import RecipeError, open_recipe
+from equipoise.lab.recipes.schema import Jacobian, Training
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import Machine
@@ -134,7 +135,7 @@ def test_init_from_takes_what_fits_and_names_the_rest(tmp_path: Path, capsys: py
     second = run_of(tmp_path, RECIPE + EPOCHS, f"training.init_from={first.folder}", "optimizer.lr=1e-30")
     train(second, machine)
     printed = capsys.readouterr()
-    assert f"weights from {first.folder}; tensors that are new: none" in printed.out + printed.err
+    assert f"weights from {first.folder}; new tensors: none" in printed.out + printed.err
     before, after = (eq.load(run.folder, trust="lab_helpers") for run in (first, second))
     for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=name)
@@ -142,7 +143,7 @@ def test_init_from_takes_what_fits_and_names_the_rest(tmp_path: Path, capsys: py
     third = run_of(tmp_path, RECIPE + EPOCHS, f"training.init_from={first.folder}", "model.ballast=5")
     train(third, machine)
     printed = capsys.readouterr()
-    assert "tensors that are new: ballast" in printed.out + printed.err
+    assert "new tensors: ballast" in printed.out + printed.err
 
 
 def test_mean_and_deviation_stay_those_of_the_data():

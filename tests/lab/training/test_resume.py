@@ -22,8 +22,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.training import trainer as training
-from equipoise.lab.training.evaluate import evaluate
-from equipoise.lab.training.statistics import add
+from equipoise.lab.training.evaluate import add, evaluate
 from lab_helpers import (
     EPOCHS,
     PATIENCE,
@@ -69,7 +68,7 @@ def test_killed_at_random_moments(tmp_path, kills, epochs):
     killed = Run(tmp_path / "runs" / "patterns-002")
     unfinished, steps = 0, []
     for _ in range(kills):
-        until(lambda process=process: "samples to train on" in process.text)
+        until(lambda process=process: "training samples" in process.text)
         time.sleep(moments.uniform(0, 4 * pace))
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, process.text

@@ -490,8 +490,8 @@ def test_a_certificate_of_something_else_is_no_certificate_of_radii(tmp_path, ca
     assert main(["evaluate", str(tmp_path / "opteq-reduced-opteq-001"), "--certify"]) == 2
     told = capsys.readouterr().err
     assert "the model 'opteq' of" in told
-    assert "has no certified radii: --certify is for 'mondeq'" in told
-    assert "Its own certificate() is of its convergence" in told
+    assert "has no certified radii: --certify requires a model 'mondeq'" in told
+    assert "Its own certificate() covers convergence only" in told
 
 
 def test_a_model_without_a_certificate_is_refused(tmp_path, capsys):

@@ -11,7 +11,7 @@ from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.files.checksums import md5_inside, mismatch
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 
 class Listed(NamedTuple):

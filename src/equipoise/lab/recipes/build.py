@@ -1,32 +1,27 @@
-"""From a recipe's words to objects: model, task, solver, optimizer, schedule. Mistakes are named with their line."""
+"""Build what a recipe names: data, model, task, solver, optimizer, schedule. Mistakes are reported with their line."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.gradients.rules import GradientRule
-from equipoise.lab.data import DATA_SETS, FACTS
-from equipoise.lab.recipes.recipe import Named, Recipe, RecipeError, Source, Where
+from equipoise.gradients import GradientRule
+from equipoise.lab.data import DATA_SETS, FACTS, DataSet, load
+from equipoise.lab.data.base import spread
+from equipoise.lab.recipes.reading import RecipeError, RecipeFile, Where
+from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.models import MODELS
-from equipoise.registry import (
-    Registry,
-    UnknownName,
-    UnknownOption,
-    UntrustedName,
-    call,
-    check_options,
-    parameters,
-    trusting,
-)
+from equipoise.options import UnknownOption
+from equipoise.registry import Registry, Trust, UnknownName, UntrustedName, call, check_options, parameters, trusting
 from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance
@@ -38,62 +33,39 @@ SOLVERS = Registry(
         "anderson": "equipoise.solvers:Anderson",
         "broyden": "equipoise.solvers:Broyden",
         "newton-krylov": "equipoise.solvers:NewtonKrylov",
-        "proximal-gradient": "equipoise.solvers:ProximalGradient",
-        "fista": "equipoise.solvers:FISTA",
-        "forward-backward": "equipoise.solvers:ForwardBackward",
-        "peaceman-rachford": "equipoise.solvers:PeacemanRachford",
-        "douglas-rachford": "equipoise.solvers:DouglasRachford",
+        "proximal-gradient": "equipoise.models.opteq.descent:ProximalGradient",
+        "fista": "equipoise.models.opteq.descent:FISTA",
+        "forward-backward": "equipoise.operators.splitting:ForwardBackward",
+        "peaceman-rachford": "equipoise.operators.splitting:PeacemanRachford",
+        "douglas-rachford": "equipoise.operators.splitting:DouglasRachford",
     },
     Solver,
 )
-BACKWARD_SOLVERS = Registry(  # the backward problem is linear
-    "solver",
-    {**SOLVERS.entries, "gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"},
-    Solver,
-)
-GRADIENTS = Registry(
-    "gradient",
-    {
-        "implicit": "equipoise.gradients.rules:ImplicitGradient",
-        "phantom": "equipoise.gradients.rules:PhantomGradient",
-        "unrolled": "equipoise.gradients.rules:UnrolledGradient",
-    },
-    GradientRule,
-)
-OPTIMIZERS = Registry(
-    "optimizer",
-    {
-        "sgd": "torch.optim:SGD",
-        "adam": "torch.optim:Adam",
-        "adamw": "torch.optim:AdamW",
-        "nadam": "torch.optim:NAdam",
-        "rmsprop": "torch.optim:RMSprop",
-        "adagrad": "torch.optim:Adagrad",
-    },
-    Optimizer,
-)
+LINEAR_SOLVERS = {"gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"}
+BACKWARD_SOLVERS = Registry("solver", {**SOLVERS.entries, **LINEAR_SOLVERS}, Solver)  # the backward problem is linear
+RULES = {name.lower(): f"equipoise.gradients:{name}Gradient" for name in ("Implicit", "Phantom", "Unrolled")}
+GRADIENTS = Registry("gradient", RULES, GradientRule)
+OPTIMIZER_CLASSES = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad")
+OPTIMIZERS = Registry("optimizer", {name.lower(): f"torch.optim:{name}" for name in OPTIMIZER_CLASSES}, Optimizer)
+SCHEDULE_NAMES = ("constant", "step", "cosine", "one-cycle")
 SCHEDULES = Registry(
     "schedule",
-    {
-        "constant": "equipoise.lab.training.schedules:constant",
-        "step": "equipoise.lab.training.schedules:step",
-        "cosine": "equipoise.lab.training.schedules:cosine",
-        "one-cycle": "equipoise.lab.training.schedules:one_cycle",
-    },
+    {name: f"equipoise.lab.recipes.build:{name.replace('-', '_')}_schedule" for name in SCHEDULE_NAMES},
     LRScheduler,
     functions=True,
 )
-MODEL_SECTIONS = ("model", "solver", "gradient")  # of a recipe: what its model is built from
-USE_SECTIONS = (*MODEL_SECTIONS, "task", "data")  # and what it is measured with
+MODEL_SECTIONS = ("model", "solver", "gradient")  # sections that a model is built from
+USE_SECTIONS = (*MODEL_SECTIONS, "task", "data")  # sections that it is evaluated with
 NAMED_SECTIONS = (*USE_SECTIONS, "optimizer", "schedule")
+MAX_GRAPHS = 64  # graphs that torch may compile for one function before it gives up
 
 
-GRAPHS = 64  # that torch may compile for one function before it gives up
+# Names and trust
 
 
 @contextmanager
 def located(where: Where, *path: str) -> Iterator[None]:
-    """Make a section's thing: its names are looked up under the recipe's trust, its mistakes named with their line."""
+    """Look up names under the recipe's trust, and report errors raised in the block with the line of a section."""
     try:
         with trusting(where.trust):
             yield
@@ -108,22 +80,22 @@ def located(where: Where, *path: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         raise where.error(path, f"{'.'.join(path)}: {error}") from error
     except Exception as error:
-        # In a recipe of the user's own it is a defect of the user's code, best seen as it is. In a file that was loaded
-        # it may be anything; sentences of what cannot be found or imported stay as they are.
-        found = isinstance(error, LookupError | ImportError) and not isinstance(error, KeyError | IndexError)
-        if where.trust.modules is None or found:
+        # In a user's own recipe this is a bug in the user's code, for which the traceback is best. In a file that was
+        # loaded it may be anything; messages about what cannot be found or imported are clear as they are.
+        clear = isinstance(error, LookupError | ImportError) and not isinstance(error, KeyError | IndexError)
+        if where.trust.modules is None or clear:
             raise
         raise where.error(path, f"{'.'.join(path)}: {error or type(error).__name__}") from error
 
 
 def make(registry: Registry, named: Named, facts: dict[str, Any], where: Where, *path: str) -> Any:
-    """The thing that a section of the recipe names, made with the section's options."""
+    """Build what a section of the recipe names, with the section's options."""
     with located(where, *path):
         return call(registry[named.name], named.options, facts, f"{registry.kind} {named.name!r}")
 
 
-def outside_names(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> list[tuple[str, str]]:
-    """The names from outside the package in some sections of a recipe and its phases, each with its section."""
+def outside_names(source: RecipeFile, sections: Sequence[str] = NAMED_SECTIONS) -> list[tuple[str, str]]:
+    """Return each section, of a recipe and its phases, that names something outside the package, with the name."""
 
     def names(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -133,18 +105,16 @@ def outside_names(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> l
                 yield from names(entry)
 
     phases = source.tables.get("phases")
-    tables = [
-        source.tables,
-        *(phase for phase in (phases if isinstance(phases, list) else []) if isinstance(phase, dict)),
-    ]
-    found = [(section, name) for table in tables for section in sections for name in names(table.get(section))]
-    return list(dict.fromkeys(found))
+    tables = [source.tables, *(phases if isinstance(phases, list) else [])]
+    tables = [table for table in tables if isinstance(table, dict)]
+    pairs = [(section, name) for table in tables for section in sections for name in names(table.get(section))]
+    return list(dict.fromkeys(pairs))
 
 
-def require_trust(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> None:
-    """Refuse a recipe that names code which is not trusted: all of it at once, so that one more try is enough.
+def require_trust(source: RecipeFile, sections: Sequence[str] = NAMED_SECTIONS) -> None:
+    """Raise for a recipe that names untrusted code, listing all of it so that one more attempt is enough.
 
-    That nothing else is imported does not rest on this: every name is checked again where it is looked up.
+    Safety does not depend on this: every name is checked again where it is looked up.
     """
     trust = source.where.trust
     untrusted = [
@@ -154,8 +124,8 @@ def require_trust(source: Source, sections: Sequence[str] = NAMED_SECTIONS) -> N
         raise UntrustedName(untrusted, trust, source.where.name)
 
 
-def trust_words(*sources: Source) -> list[str]:
-    """What to write on the command line to open runs of these recipes."""
+def trust_words(*sources: RecipeFile) -> list[str]:
+    """Return the command-line arguments needed to open runs of these recipes."""
     modules = dict.fromkeys(module_of(name) for source in sources for _, name in outside_names(source))
     return [word for module in modules for word in ("--trust", module)]
 
@@ -164,8 +134,46 @@ def module_of(name: str) -> str:
     return name.partition(":")[0]
 
 
+# Checking
+
+
+def check(source: RecipeFile) -> Recipe:
+    """Read a recipe and build everything that needs no data, so that mistakes show before anything is loaded."""
+    require_trust(source)
+    recipe = source.recipe
+    if recipe.training.compile:
+        require_compiler(source.where)
+    with located(source.where, "data"):
+        owner = f"data set {recipe.data.name!r}"
+        check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, owner)
+        if missing := parameters(DATA_SETS[recipe.data.name])[1] - recipe.data.options.keys() - {"places"}:
+            raise ValueError(f"{owner} needs {', '.join(sorted(missing))}.")
+    for number in range(len(recipe.phases)):
+        phase, where = source.phase(number), source.where_in(number)
+        equilibrium_settings(phase, where)
+        optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], where)
+        build_schedule(phase, optimizer, phase.phases[number].epochs, 10, where)
+        for registry, named, section in ((MODELS, phase.model, "model"), (TASKS, phase.task, "task")):
+            with located(where, section):
+                check_options(registry[named.name], named.options, FACTS, f"{section} {named.name!r}")
+    return recipe
+
+
+# Building
+
+
+def load_data(recipe: Recipe, folders: Sequence[Path], trust: Trust) -> DataSet:
+    """Load the recipe's data set, with its validation split, reduced to the recipe's limit."""
+    with trusting(trust):
+        data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
+    if (limit := recipe.data.limit) is None:
+        return data
+    validation = None if data.val is None else spread(data.val, limit)
+    return replace(data, train=spread(data.train, limit), val=validation, test=spread(data.test, limit))
+
+
 def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Module:
-    """The model, every Equilibrium in it solved as the recipe says."""
+    """Build the model, with the recipe's solver, tolerance and gradient set on every Equilibrium in it."""
     model: nn.Module = make(MODELS, recipe.model, facts, where, "model")
     settings = equilibrium_settings(recipe, where)
     layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
@@ -180,39 +188,8 @@ def build_model(recipe: Recipe, facts: dict[str, Any], where: Where) -> nn.Modul
     return model
 
 
-def compile_equilibria(model: nn.Module, where: Where) -> None:
-    """Have the f of every Equilibrium compiled when it is first called, in place: tensors keep their names."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
-    if not layers:
-        raise where.error(
-            ("training", "compile"), "training.compile is true; the model has no equipoise.Equilibrium to compile."
-        )
-    for layer in layers:
-        if isinstance(layer.f, nn.Module):
-            layer.f.compile()
-        else:
-            layer.f = torch.compile(layer.f)
-    torch._dynamo.reset()  # the graphs of a model before this one, of an earlier phase or seed, serve no more
-    # torch gives up on a function after 8 graphs; training, evaluation and layers of one class share them.
-    config: Any = torch._dynamo.config
-    config.cache_size_limit = max(config.cache_size_limit, GRAPHS)
-
-
-def require_compiler(where: Where) -> None:
-    """Compile something small: what torch.compile needs and cannot find shows now, in one sentence."""
-    try:
-        torch.compile(torch.cos)(torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu"))
-    except Exception as error:  # torch has a different one for every thing that may be missing
-        reason = str(error).strip().partition("\n")[0]
-        raise where.error(
-            ("training", "compile"),
-            "training.compile is true, but torch.compile does not work here: it needs a C++ compiler such as g++ and "
-            f"Python's header files. Install them, or set training.compile = false. torch says: {reason}",
-        ) from None
-
-
 def equilibrium_settings(recipe: Recipe, where: Where) -> dict[str, Any]:
-    """The solver, tolerance and gradient rule that the recipe names; what it does not name stays the model's own."""
+    """Build the solver, tolerance and gradient rule that the recipe names; the model keeps its own for the others."""
     settings: dict[str, Any] = {}
     if recipe.solver is not None:
         settings["solver"] = nested(SOLVERS, recipe.solver, where, "solver")
@@ -225,7 +202,7 @@ def equilibrium_settings(recipe: Recipe, where: Where) -> dict[str, Any]:
 
 
 def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
-    """A thing with solvers or tolerances among its options: ``gradient = {solver = {name = "gmres"}}``."""
+    """Build something whose options may be solvers or tolerances: ``gradient = {solver = {name = "gmres"}}``."""
     options = dict(named.options)
     for key, value in named.options.items():
         if isinstance(value, dict) and "name" in value:
@@ -238,10 +215,9 @@ def nested(registry: Registry, named: Named, where: Where, section: str) -> Any:
 
 
 def build_task(recipe: Recipe, facts: dict[str, Any], where: Where) -> Task:
-    """The task of the recipe."""
     task: Task = make(TASKS, recipe.task, facts, where, "task")
     if not hasattr(task, "best_metric"):
-        raise where.error(("task", "name"), f"task {recipe.task.name!r} does not say its best_metric.")
+        raise where.error(("task", "name"), f"task {recipe.task.name!r} does not define best_metric.")
     return task
 
 
@@ -249,64 +225,104 @@ def build_optimizer(recipe: Recipe, parameters: Iterable[Tensor], where: Where) 
     return make(OPTIMIZERS, recipe.optimizer, {"params": list(parameters)}, where, "optimizer")
 
 
+def compile_equilibria(model: nn.Module, where: Where) -> None:
+    """Have the f of every Equilibrium compiled when it is first called, in place: tensors keep their names."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
+    if not layers:
+        raise where.error(
+            ("training", "compile"), "training.compile is true; the model has no equipoise.Equilibrium to compile."
+        )
+    for layer in layers:
+        if isinstance(layer.f, nn.Module):
+            layer.f.compile()
+        else:
+            layer.f = torch.compile(layer.f)
+    torch._dynamo.reset()  # drop the graphs of an earlier model, phase or seed
+    # torch gives up on a function after 8 graphs; training, evaluation and layers of one class share them.
+    config: Any = torch._dynamo.config
+    config.cache_size_limit = max(config.cache_size_limit, MAX_GRAPHS)
+
+
+def require_compiler(where: Where) -> None:
+    """Raise RecipeError if torch.compile does not work here, by compiling something small."""
+    try:
+        torch.compile(torch.cos)(torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu"))
+    except Exception as error:  # torch raises a different one for everything that may be missing
+        reason = str(error).strip().partition("\n")[0]
+        raise where.error(
+            ("training", "compile"),
+            "training.compile is true, but torch.compile does not work here: it needs a C++ compiler such as g++ and "
+            f"Python's header files. Install them, or set training.compile = false. torch reports: {reason}",
+        ) from None
+
+
+# Learning-rate schedules: torch's own, stepped once per optimizer step, with lengths in epochs
+
+
 def build_schedule(recipe: Recipe, optimizer: Optimizer, epochs: int, steps: int, where: Where) -> LRScheduler:
-    """The schedule over ``epochs`` epochs of ``steps`` steps each."""
+    """Build the schedule over ``epochs`` epochs of ``steps`` steps each."""
     facts = {"optimizer": optimizer, "epochs": epochs, "steps": steps}
     return make(SCHEDULES, recipe.schedule, facts, where, "schedule")
 
 
-def check(source: Source) -> Recipe:
-    """Read a recipe and build all that needs no data, so that mistakes show before anything is loaded."""
-    require_trust(source)
-    recipe: Recipe = source.read(Recipe)
-    limits(recipe, source.where)
-    if recipe.training.compile:
-        require_compiler(source.where)
-    with located(source.where, "data"):
-        owner = f"data set {recipe.data.name!r}"
-        check_options(DATA_SETS[recipe.data.name], recipe.data.options, {"places"}, owner)
-        if missing := parameters(DATA_SETS[recipe.data.name])[1] - recipe.data.options.keys() - {"places"}:
-            raise ValueError(f"{owner} needs {', '.join(sorted(missing))}.")
-    for number in range(len(recipe.phases)):
-        phase, where = source.phase(number), source.where_in(number)
-        limits(phase, where)
-        equilibrium_settings(phase, where)
-        optimizer = build_optimizer(phase, [nn.Parameter(torch.zeros(1))], where)
-        build_schedule(phase, optimizer, max(1, phase.phases[number].epochs), 10, where)
-        for registry, named, section in ((MODELS, phase.model, "model"), (TASKS, phase.task, "task")):
-            with located(where, section):
-                check_options(registry[named.name], named.options, FACTS, f"{section} {named.name!r}")
-    return recipe
+def constant_schedule(optimizer: Optimizer) -> LRScheduler:
+    """Keep the optimizer's learning rate."""
+    return LambdaLR(optimizer, lambda _: 1.0)
 
 
-def none_or_one(number: int | None) -> bool:
-    return number is None or number >= 1
+def step_schedule(
+    optimizer: Optimizer,
+    steps: int,
+    epochs: int,
+    *,
+    every: int | None = None,
+    at: list[int] | None = None,
+    factor: float = 0.1,
+) -> LRScheduler:
+    """Multiply the rate by ``factor`` after every ``every`` epochs, or after the given ones: ``at = [100, 150]``."""
+    if (every is None) == (at is None):
+        raise ValueError(
+            f"a step schedule needs one of every = EPOCHS (given: {every}) and at = [EPOCH, ...] (given: {at})."
+        )
+    if every is not None and every < 1:
+        raise ValueError(f"every is {every}; it must be at least 1 epoch.")
+    at = list(range(every, epochs, every)) if every is not None else at or []
+    return MultiStepLR(optimizer, [epoch * steps for epoch in at], factor)
 
 
-def limits(recipe: Recipe, where: Where) -> None:
-    """Numbers that make no sense are refused at the door."""
-    for path, allowed, sentence in (
-        (("seeds",), recipe.seeds >= 1, "at least 1"),
-        (("seed",), recipe.seed >= 0, "0 or more"),
-        (("data", "validation"), 0 <= recipe.data.validation < math.inf, "0 or more: a share, or a number of samples"),
-        (("data", "limit"), recipe.data.limit is None or recipe.data.limit >= 1, "at least 1"),
-        (("training", "batch_size"), recipe.training.batch_size >= 1, "at least 1"),
-        (("training", "evaluation_batch_size"), recipe.training.evaluation_batch_size >= 1, "at least 1"),
-        (("training", "clip"), recipe.training.clip is None or recipe.training.clip > 0, "above 0"),
-        (("training", "log_every"), recipe.training.log_every >= 1, "at least 1"),
-        (("training", "checkpoint_every"), none_or_one(recipe.training.checkpoint_every), "at least 1"),
-        (("training", "keep_every"), none_or_one(recipe.training.keep_every), "at least 1"),
-        (("jacobian", "weight"), recipe.jacobian.weight >= 0, "0 (none) or more"),
-        (("jacobian", "share"), 0 <= recipe.jacobian.share <= 1, "between 0 and 1"),
-        (("jacobian", "probes"), recipe.jacobian.probes >= 1, "at least 1"),
-        (("jacobian", "growth_every"), none_or_one(recipe.jacobian.growth_every), "at least 1"),
-        (("jacobian", "jitter"), recipe.jacobian.jitter >= 0, "0 or more"),
-        (("failures", "share"), 0 <= recipe.failures.share <= 1, "between 0 and 1"),
-        (("failures", "stop_after"), recipe.failures.stop_after >= 0, "0 (never) or more"),
-        *(((("phases", str(i), "epochs")), phase.epochs >= 1, "at least 1") for i, phase in enumerate(recipe.phases)),
-    ):
-        if not allowed:
-            value: Any = recipe
-            for part in path:
-                value = value[int(part)] if part.isdecimal() else getattr(value, part)
-            raise where.error(path, f"{'.'.join(path)} is {value}; it must be {sentence}.")
+def cosine_schedule(optimizer: Optimizer, steps: int, epochs: int, *, final: float = 0.0) -> LRScheduler:
+    """Decrease the optimizer's rate to ``final`` along half a cosine."""
+    return CosineAnnealingLR(optimizer, steps * epochs, eta_min=final)
+
+
+def one_cycle_schedule(
+    optimizer: Optimizer,
+    steps: int,
+    epochs: int,
+    *,
+    warmup: float = 0.3,
+    start: float = 25.0,
+    end: float = 1e4,
+    momentum: list[float] | None = None,
+) -> LRScheduler:
+    """Raise the rate from lr / start to lr over the share ``warmup`` of the steps, then lower it to lr / start / end.
+
+    Momentum (Adam's first beta) moves the other way, within ``momentum = [lowest, highest]`` (default 0.85 and 0.95).
+    L. N. Smith, N. Topin, "Super-convergence" (2018).
+    """
+    if start <= 0 or end <= 0:
+        raise ValueError(f"start is {start} and end is {end}; both must be above 0.")
+    if momentum is not None and len(momentum) != 2:
+        raise ValueError(f"momentum is {momentum}; it must be two numbers, [lowest, highest].")
+    lowest, highest = momentum or (0.85, 0.95)
+    return OneCycleLR(
+        optimizer,
+        [group["lr"] for group in optimizer.param_groups],
+        total_steps=max(2, steps * epochs),
+        pct_start=warmup,
+        div_factor=start,
+        final_div_factor=end,
+        cycle_momentum="momentum" in optimizer.defaults or "betas" in optimizer.defaults,
+        base_momentum=lowest,
+        max_momentum=highest,
+    )

@@ -1,4 +1,4 @@
-"""What there is: rows for the lists of recipes, runs and data sets."""
+"""Rows of the lists that the command line prints: recipes, runs and data sets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from equipoise.lab.data import DATA_SETS, available, cache_folder, check, load
 from equipoise.lab.data.get.download import get
 from equipoise.lab.data.get.sources import SOURCES, how_to_get
-from equipoise.lab.format import duration
+from equipoise.lab.format import duration, format_metric
+from equipoise.lab.recipes import reading
 from equipoise.lab.recipes.build import build_model
-from equipoise.lab.recipes.recipe import Recipe, RecipeError, Source, kind_of, open_recipe, recipe_names, recipes_folder
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.training.evaluate import parameter_count
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
-# Shapes and numbers of classes of known sets, so that parameters can be counted without loading data.
+# Shapes and numbers of classes of well-known data sets, so that parameters can be counted without loading data.
 KNOWN_FACTS = {
     "digits": ((1, 8, 8), 10),
     "mnist": ((1, 28, 28), 10),
@@ -30,72 +31,67 @@ KNOWN_FACTS = {
 
 
 def recipe_rows() -> list[tuple[str, ...]]:
-    """Name, kind, paper, data set, parameters and title of everything in the package."""
+    """Return name, kind, paper, data set, parameters and title of every recipe, table and figure in the package."""
     rows = []
-    for name in recipe_names():
-        source = open_recipe(name)
-        kind = kind_of(source)
-        read: Any = source.read(kind)
-        label = {"Recipe": "recipe", "Table": "table", "FigureSpec": "figure"}[kind.__name__]
-        data = read.data.name if kind is Recipe else "-"
-        size = parameters(source, read) if kind is Recipe else "-"
-        rows.append((name, label, read.paper.system, data, size, read.title))
+    for name in reading.recipe_names():
+        source = reading.open_recipe(name)
+        kind = reading.kind_of(source)
+        spec: Any = source.read(kind)
+        data, size = (spec.data.name, parameters(source, spec)) if kind is Recipe else ("-", "-")
+        rows.append((name, reading.KINDS[kind][0], spec.paper.system, data, size, spec.title))
     return rows
 
 
-def parameters(source: Source, recipe: Recipe) -> str:
-    """How many numbers the recipe's model learns, counted without making them."""
+def parameters(source: reading.RecipeFile, recipe: Recipe) -> str:
+    """Count the parameters of a recipe's model without allocating them."""
     if recipe.data.name not in KNOWN_FACTS:
         return "?"
     shape, classes = KNOWN_FACTS[recipe.data.name]
-    names = tuple(map(str, range(classes)))
     channels = (0.5,) * shape[0]
-    facts = {"shape": shape, "classes": classes, "class_names": names, "mean": channels, "std": channels}
+    facts = {"shape": shape, "classes": classes, "mean": channels, "std": channels}
     with torch.device("meta"):
-        return f"{parameter_count(build_model(recipe, facts, source.where)):,}"
+        model = build_model(recipe, {**facts, "class_names": tuple(map(str, range(classes)))}, source.where)
+    return f"{parameter_count(model):,}"
 
 
 def recipe_text(name: str) -> str:
-    """A recipe's file as it is."""
-    if name not in (known := recipe_names()):
-        raise RecipeError(unknown("recipe", name, known))
-    return (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    """Return the text of a recipe's file."""
+    if name not in (known := reading.recipe_names()):
+        raise reading.RecipeError(unknown("recipe", name, known))
+    return (reading.recipes_folder() / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def run_rows(parent: Path) -> list[tuple[str, ...]]:
-    """One row per run: what it trains and how far it is."""
+    """Return folder, recipe, status, epochs, validation and test metric, and training time of every run in a folder."""
     rows = []
     for run in list_runs(parent):
         try:
             rows.append(run_row(run))
-        except (ValueError, KeyError, TypeError) as error:  # one damaged run does not hide the others
+        except (ValueError, KeyError, TypeError) as error:  # a damaged run must not hide the others
             rows.append((str(run.folder), "-", f"damaged: {error}", "-", "-", "-", "-"))
     return rows
 
 
 def run_row(run: Run) -> tuple[str, ...]:
-    recipe, epochs, result = run.recipe, run.epochs(), run.result
-    total = sum(phase.epochs for phase in recipe.phases)
-    validation = headline(epochs[-1].get("val", {})) if epochs else "-"
+    epochs, result = run.epochs(), run.result
+    last = epochs[-1] if epochs else {}
+    done = f"{last.get('epoch', 0)}/{sum(phase.epochs for phase in run.recipe.phases)}"
+    validation = headline(last.get("val", {}))
     if result and "best" in result:
-        validation = number(result["best"]["value"])
+        validation = format_metric(result["best"]["metric"], result["best"]["value"])
+    seconds = result["seconds"] if result else last.get("seconds", 0)
     test = headline(result["test"]) if result else "-"
-    seconds = result["seconds"] if result else epochs[-1]["seconds"] if epochs else 0
-    done = f"{epochs[-1]['epoch'] if epochs else 0}/{total}"
     return (str(run.folder), run.facts["recipe"], run.status, done, validation, test, duration(seconds))
 
 
 def headline(metrics: dict[str, Any]) -> str:
-    """The first metric, which is the one people quote."""
-    return next((number(value) for value in metrics.values() if isinstance(value, int | float)), "-")
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    """Format the first metric, which is the one usually quoted."""
+    numbers = (format_metric(name, value) for name, value in metrics.items() if isinstance(value, int | float))
+    return next(numbers, "-")
 
 
 def data_rows(folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], dict[str, str]]:
-    """One row per data set and where it was found; and how to get those that were not."""
+    """Return name, samples, place and licence of every data set, and how to get those that are missing."""
     listed = available(folders)
     rows = [(row.name, row.samples or "-", row.found or "-", row.licence) for row in listed]
     return rows, {row.name: row.get for row in listed if not row.found}
@@ -103,21 +99,19 @@ def data_rows(folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], dict[str,
 
 def get_data(name: str, to: Path | None) -> list[Path]:
     """Download a data set, and return its files."""
-    if name not in DATA_SETS.entries:
-        raise LookupError(unknown("data set", name, DATA_SETS))
+    require_known(name)
     if name not in SOURCES:
         raise LookupError(f"{name} cannot be downloaded: {how_to_get(name)}.")
     return get(name, SOURCES[name], to or cache_folder())
 
 
 def check_rows(name: str | None, folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], bool]:
-    """The files of a set, or of all sets found, with a verdict on each; and whether each set can be read."""
-    if name is not None and name not in DATA_SETS.entries:
-        raise LookupError(unknown("data set", name, DATA_SETS))
-    names = [name] if name else [row.name for row in available(folders) if row.found]
+    """Return a verdict on every file of one data set, or of all that are found, and whether all of them can be read."""
+    if name is not None:
+        require_known(name)
     rows: list[tuple[str, ...]] = []
-    sound = True
-    for each in names:
+    readable = True
+    for each in [name] if name else [row.name for row in available(folders) if row.found]:
         rows += [(each, str(file.path or file.file), file.verdict) for file in check(each, folders)]
         try:
             data = load(each, folders=folders, validation=0)
@@ -125,6 +119,11 @@ def check_rows(name: str | None, folders: Sequence[Path]) -> tuple[list[tuple[st
                 split.read(torch.arange(1))
             verdict = f"{len(data.train)} + {len(data.test)} samples" + (f"; {data.note}" if data.note else "")
         except (ValueError, LookupError) as error:
-            verdict, sound = str(error), False
+            verdict, readable = str(error), False
         rows.append((each, "read", verdict))
-    return rows, sound
+    return rows, readable
+
+
+def require_known(name: str) -> None:
+    if name not in DATA_SETS.entries:
+        raise LookupError(unknown("data set", name, DATA_SETS))

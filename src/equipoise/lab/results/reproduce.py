@@ -1,7 +1,8 @@
-"""Published tables and figures: train what they need, print paper beside measured."""
+"""Reproduce published tables and figures: train their recipes, and print measured results beside the paper's."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +15,10 @@ from equipoise.lab.data.get.sources import how_to_get
 from equipoise.lab.data.inventory import found as found_in
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
-from equipoise.lab.recipes.recipe import (
-    Data,
-    FigureSpec,
-    Paper,
-    Recipe,
+from equipoise.lab.recipes.reading import (
     RecipeError,
-    Row,
-    Source,
-    Table,
+    RecipeFile,
+    budget_changes,
     change,
     entries,
     kind_of,
@@ -30,9 +26,11 @@ from equipoise.lab.recipes.recipe import (
     parse_override,
     recipes_folder,
 )
-from equipoise.lab.results.sweeps import Stopped, resume_folder, summarize, train_recipe
+from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
+from equipoise.lab.training.trainer import Stopped
 from equipoise.registry import (
     ANYTHING,
     NOTHING,
@@ -46,150 +44,75 @@ from equipoise.registry import (
     trusting,
 )
 
+FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
+# The shape of reproduce.json and figure.json.
+REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}
 
-def figure_table() -> dict[str, str]:
-    """The functions that draw figures: the lab's own, and those that the folder of each paper lists."""
+
+@functools.cache
+def figure_functions() -> Registry:
+    """Return the functions that draw figures: the lab's own, and those listed by the folder of each paper."""
     table = {"convergence": "equipoise.lab.results.figures:convergence"}
     for paper in sorted(path.parent.name for path in recipes_folder().glob("*/figures.py")):
         listed = importlib.import_module(f"equipoise.papers.{paper}").FIGURES
         table |= {f"{paper}-{name}": f"equipoise.papers.{paper}.figures:{name}" for name in listed}
-    return table
+    return Registry("figure", table, functions=True)
 
 
-FIGURES = Registry("figure", figure_table(), functions=True)
-FIGURE_FACTS = ("runs", "machine", "folders", "path")  # what a function that draws a figure may ask for
+# Tables
 
 
 def reproduce_table(
     name: str, budget: str | None, changes: Sequence[str], parent: Path, machine: Machine, folders: Sequence[Path]
 ) -> Path:
-    """Train every row of a table, in a new folder, and write paper beside measured; returns the Markdown file."""
+    """Train every row of a table in a new folder, and return the Markdown file with its results."""
     source = open_recipe(name)
-    found = rows(source, budget, changes)  # every row's mistakes show before the first one trains
-    require_data([recipe for _, recipe in found], folders)
-    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
-    if machine.leads:
-        write_json(folder / "reproduce.json", asked_for(name, source, budget, changes, folders))
-    machine.wait()
+    require_data([recipe for _, recipe in rows(source, budget, changes)], folders)  # all rows are checked first
+    folder = new_request("reproduce.json", name, source, budget, changes, folders, parent, machine)
     return continue_table(folder, machine, trust=ANYTHING)
 
 
-ASKED = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}  # what asked_for gives
-
-
-def asked_for(
-    name: str, source: Source, budget: str | None, changes: Sequence[str], folders: Sequence[Path]
-) -> dict[str, Any]:
-    """What a table or a figure was asked for with, to continue it from anywhere."""
-    return {
-        "name": str(Path(name).resolve()) if source.folder else name,
-        "budget": budget,
-        "changes": list(changes),
-        "data": [str(path.resolve()) for path in folders],
-    }
-
-
 def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING) -> Path:
-    """Take a table from wherever it stands to its end: rows that are done are not trained again.
+    """Train the unfinished rows of a table, and return the Markdown file with its results.
 
     Args:
         trust: modules outside the package that its files may name, and the recipes that reproduce.json names.
     """
-    asked = read_json(folder / "reproduce.json", ASKED)
-    budget, where = asked["budget"], [*folders, *map(Path, asked["data"])]
+    asked = read_json(folder / "reproduce.json", REQUEST)
+    budget, places = asked["budget"], [*folders, *map(Path, asked["data"])]
     source = open_recipe(asked["name"], trust=trust)
-    table: Table = source.read(Table)
+    table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
-    found = rows(source, budget, asked["changes"])
-    again = trust_words(*(recipe for _, recipe in found))
-    if machine.leads:
-        print(introduction(table.title, table.paper, budget, [recipe for _, recipe in found], source), flush=True)
+    pairs = rows(source, budget, asked["changes"])
+    recipes = [recipe for _, recipe in pairs]
+    introduce(table, budget, recipes, source, machine)
     try:
-        for row, recipe in found:
+        for row, recipe in pairs:
             if machine.leads:
                 print(f"== {row.label} ({row.recipe})", flush=True)
             # Rows that differ only in their metric share one training run.
-            number = next(i for i, (_, other) in enumerate(found, 1) if other.tables == recipe.tables)
-            trained = trained_in(folder, f"row-{number}", recipe, machine, where, again)
+            number = next(i for i, other in enumerate(recipes, 1) if other.tables == recipe.tables)
+            trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
             if machine.leads:
                 lines.append(measured(row, trained))
                 write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
-                write_text(folder / "table.md", markdown(table, lines, budget, len(found)))
-    finally:  # also when it is stopped: what is there is shown
+                write_text(folder / "table.md", markdown(table, lines, budget, len(pairs)))
+    finally:  # finished rows are shown also when training is stopped
         if machine.leads and lines:
-            print("\n" + markdown(table, lines, budget, len(found)))
+            print("\n" + markdown(table, lines, budget, len(pairs)))
             print(f"table             {folder / 'table.md'}", flush=True)
     return folder / "table.md"
 
 
-def introduction(title: str, paper: Paper, budget: str | None, recipes: Sequence[Source], source: Source) -> str:
-    """What a table or figure is about to show, as its file says, and what its budget leaves of it."""
-    lines = [title, *(f"{name:<18}{text}" for name, text in (("aim", paper.aim), ("note", paper.note)) if text)]
-    if budget not in (None, "paper"):
-        lines.append(f"{'budget ' + budget:<18}{shrunk([source, *recipes])}")
-    return "\n".join(lines)
+def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, RecipeFile]]:
+    """Return the rows of a table, each with its checked recipe.
 
-
-def shrunk(sources: Sequence[Source]) -> str:
-    """What budgets changed, on one line: ``"data.limit 32; phases.0.epochs 40, 200 -> 1"``."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for source in sources:
-        for key, values in source.budgeted.items():
-            for seen, value in zip(found.setdefault(key, ([], [])), map(short, values), strict=True):
-                seen.extend([value] if value not in ("", *seen) else [])
-    found.pop("title", None)
-    told = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in found.items()]
-    return "; ".join(told) or "changes nothing"
-
-
-def short(value: Any) -> str:
-    """A value as the command line takes it; a section by its name."""
-    return "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
-
-
-def require_data(recipes: Iterable[Source], folders: Sequence[Path]) -> None:
-    """Raise MissingData that names every set that is not there: before the first of several trainings, not after it."""
-    missing: dict[str, MissingData] = {}
-    for recipe in recipes:
-        data: Data = recipe.read(Recipe).data
-        if data.name in ABOUT and not found_in(data.name, folders):  # others come from outside, and are asked later
-            try:
-                load(data.name, folders=folders, validation=0, **data.options)
-            except MissingData as error:
-                missing[data.name] = error
-    if len(missing) == 1:
-        raise next(iter(missing.values()))
-    if missing:
-        names = "; ".join(f"{name}: {how_to_get(name)}" for name in missing)
-        raise MissingData(f"{len(missing)} data sets are not there or not complete; to get {names}.")
-
-
-def trained_in(
-    folder: Path, place: str, recipe: Source, machine: Machine, folders: Sequence[Path], again: Sequence[str]
-) -> Path:
-    """The run or sweep of a recipe at a place of a folder, taken from wherever it stands to its end.
-
-    Args:
-        again: words that the command needs beside the folder to go on, should it be stopped.
+    Changes are applied in this order: the recipe's budget, the row's changes, the table's budget, the command line.
     """
-    begun = machine.share(sorted((folder / place).glob("*-*"))[:1])
-    try:
-        if begun:
-            resume_folder(begun[0], machine, folders, trust=recipe.where.trust)
-        return begun[0] if begun else train_recipe(recipe, folder / place, machine, folders)
-    except Stopped as stopped:
-        raise Stopped(folder, stopped.step, stopped.number, again) from None
-
-
-def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, Source]]:
-    """The rows of a table, each with its recipe, checked.
-
-    Changes are made in this order: the recipe's budget, the row's own, the table's budget, the command line's.
-    """
-    if kind_of(source) is not Table:
+    if kind_of(source) is not TableSpec:
         verb = "figure" if "figure" in source.tables else "train"
         raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
-    found, table = [], source.read(Table)
+    pairs, table = [], source.read(TableSpec)
     for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
         name = str(Path(source.folder) / row.recipe) if beside else row.recipe
@@ -201,33 +124,32 @@ def rows(source: Source, budget: str | None, changes: Sequence[str]) -> list[tup
             key, value = parse_override(text)
             change(recipe.tables, key, value, f"command line, {text}", recipe.where)
         check(recipe)
-        found.append((row, recipe))
-    return found
+        pairs.append((row, recipe))
+    return pairs
 
 
 def measured(row: Row, folder: Path) -> dict[str, Any]:
-    """What a trained row gave: one number, or mean and spread over seeds."""
+    """Return the result of a trained row: one number, or mean and standard deviation over seeds."""
     runs = [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
     summary = summarize([run.result or {} for run in runs])
     if row.metric not in summary:
         raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
-    found = summary[row.metric]
     return {
         "label": row.label,
         "recipe": row.recipe,
         "metric": row.metric,
         "paper": row.paper,
         "paper_spread": row.spread,
-        "measured": found["mean"],
-        "spread": found["spread"] if len(runs) > 1 else None,
+        "measured": summary[row.metric]["mean"],
+        "spread": summary[row.metric]["spread"] if len(runs) > 1 else None,
         "seeds": len(runs),
         "parameters": (runs[0].result or {}).get("parameters"),
         "folder": f"{folder.parent.name}/{folder.name}",
     }
 
 
-def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, rows: int) -> str:
-    """The table as text; of one that was stopped, as many of its ``rows`` as there are."""
+def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, total: int) -> str:
+    """Return the table as Markdown; ``total`` is the number of its rows, of which ``lines`` are finished."""
 
     def value(number: float | None, spread: float | None) -> str:
         if number is None:
@@ -235,15 +157,18 @@ def markdown(table: Table, lines: list[dict[str, Any]], budget: str | None, rows
         return f"{number:.4g}" + (f" +- {spread:.2g}" if spread is not None else "")
 
     text = f"# {table.title}\n\nBudget: {budget or 'paper'}.\n"
-    if len(lines) < rows:
-        text += f"\n{len(lines)} of {rows} rows so far.\n"
+    if len(lines) < total:
+        text += f"\n{len(lines)} of {total} rows so far.\n"
     about = (("Aim", table.paper.aim), ("Note", table.paper.note))
     text += "".join(f"\n{name}: {words}.\n" for name, words in about if words) + "\n"
     text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
     for line in lines:
-        paper, found = value(line["paper"], line["paper_spread"]), value(line["measured"], line["spread"])
-        text += f"| {line['label']} | {line['metric']} | {paper} | {found} | {line['parameters']:,} |\n"
+        numbers = f"{value(line['paper'], line['paper_spread'])} | {value(line['measured'], line['spread'])}"
+        text += f"| {line['label']} | {line['metric']} | {numbers} | {line['parameters']:,} |\n"
     return text
+
+
+# Figures
 
 
 def draw_figure(
@@ -257,115 +182,106 @@ def draw_figure(
     out: Path | None,
     trust: Trust = NOTHING,
 ) -> Path:
-    """Draw a figure from trained runs, or train its recipes for it in a new folder; returns the picture's path.
+    """Draw a figure from given runs, or train its recipes in a new folder first; return the path of the picture.
 
     Args:
+        changes: changes ``"key=value"`` of the figure's options or of its recipes.
+        given: folders of trained runs, one per recipe; empty to train them.
         trust: modules outside the package that files of the given runs may name.
     """
-    source, of_recipes = opened_figure(name, budget, changes)
+    source, for_recipes = open_figure(name, budget, changes)
     spec: FigureSpec = source.read(FigureSpec)
     if given and len(given) != len(spec.recipes):
+        raise RecipeError(f"{name} requires {len(spec.recipes)} runs ({', '.join(spec.recipes)}), got {len(given)}.")
+    if given and (for_recipes or (budget and budget not in spec.budget)):
         raise RecipeError(
-            f"{name} is drawn from {len(spec.recipes)} runs ({', '.join(spec.recipes)}); {len(given)} are given."
+            f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them; only "
+            f"options of the figure can be changed: {', '.join(sorted(figure_options(source)))}."
         )
-    if given and (of_recipes or (budget and budget not in spec.budget)):
-        raise RecipeError(
-            f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them, only "
-            f"options of the figure have ({', '.join(sorted(figure_options(source)))})."
-        )
-    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
-        raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
-    owner = f"figure {spec.figure!r}"
-    check_options(figure_function(source), spec.options, FIGURE_FACTS, owner)  # before hours of training
+    check_suffix(out)
+    check_options(figure_function(source), spec.options, FIGURE_FACTS, f"figure {spec.figure!r}")  # before training
     if given:
         runs = [open_run(folder, trust) for folder in given]
         return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
-    found = trainings(source, budget, of_recipes)  # every recipe's mistakes show before the first one trains
-    require_data(found, folders)
-    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
-    if machine.leads:
-        write_json(folder / "figure.json", asked_for(name, source, budget, changes, folders))
-    machine.wait()
+    require_data(trainings(source, budget, for_recipes), folders)  # all recipes are checked first
+    folder = new_request("figure.json", name, source, budget, changes, folders, parent, machine)
     return continue_figure(folder, machine, trust=ANYTHING, out=out)
 
 
-def opened_figure(
+def continue_figure(
+    folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING, out: Path | None = None
+) -> Path:
+    """Finish the training runs of a figure, and draw it.
+
+    Args:
+        trust: modules outside the package that its files may name, and the recipes that figure.json names.
+        out: file of the picture; None for one in the folder. It is never read from figure.json, which may come from
+            somebody else.
+    """
+    check_suffix(out)
+    asked = read_json(folder / "figure.json", REQUEST)
+    places = [*folders, *map(Path, asked["data"])]
+    source, for_recipes = open_figure(asked["name"], asked["budget"], asked["changes"], trust)
+    recipes, spec = trainings(source, asked["budget"], for_recipes), source.read(FigureSpec)
+    introduce(spec, asked["budget"], recipes, source, machine)
+    again = [*trust_words(*recipes), *(["--trust", module_of(spec.figure)] if ":" in spec.figure else [])]
+    again += [] if out is None else ["--out", str(out)]
+    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, places, again) for i, recipe in enumerate(recipes, 1)]
+    return drawn(source, [open_run(run, trust) for run in trained], machine, places, out or picture_in(folder, source))
+
+
+def open_figure(
     name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
-) -> tuple[Source, list[str]]:
-    """A figure with those of the changes that are of its own options, and the others, which are of its recipes."""
+) -> tuple[RecipeFile, list[str]]:
+    """Return a figure with the changes of its own options applied, and the remaining changes, which are for recipes."""
     source = open_recipe(name, trust=trust)
     if kind_of(source) is not FigureSpec:
-        raise RecipeError(
-            f"{name} is not a figure: equipoise {'reproduce' if 'rows' in source.tables else 'train'} {name}."
-        )
-    spec: FigureSpec = source.read(FigureSpec)
+        verb = "reproduce" if "rows" in source.tables else "train"
+        raise RecipeError(f"{name} is not a figure: equipoise {verb} {name}.")
     options = figure_options(source)
     own = [text for text in changes if parse_override(text)[0] in options]
-    mine = open_recipe(name, budget if budget in spec.budget else None, own, trust)
-    return mine, [text for text in changes if text not in own]
+    budget = budget if budget in source.read(FigureSpec).budget else None
+    return open_recipe(name, budget, own, trust), [text for text in changes if text not in own]
 
 
-def figure_function(source: Source) -> Callable[..., Any]:
-    """The function that draws a figure."""
+def figure_function(source: RecipeFile) -> Callable[..., Any]:
+    """Return the function that draws a figure."""
     try:
         with trusting(source.where.trust):
-            return FIGURES[source.read(FigureSpec).figure]
+            return figure_functions()[source.read(FigureSpec).figure]
     except UntrustedName as error:
         raise UntrustedName(error.names, error.trust, source.where.name) from None
     except UnknownName as error:
         raise source.where.error(("figure",), str(error)) from None
 
 
-def figure_options(source: Source) -> set[str]:
-    """What a figure's function takes beside the runs."""
+def figure_options(source: RecipeFile) -> set[str]:
     return parameters(figure_function(source))[0] - set(FIGURE_FACTS)
 
 
-def continue_figure(
-    folder: Path,
-    machine: Machine,
-    folders: Sequence[Path] = (),
-    trust: Trust = NOTHING,
-    out: Path | None = None,
-) -> Path:
-    """Take the trainings of a figure from wherever they stand to their end, and draw it.
+def trainings(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[RecipeFile]:
+    """Return the checked recipes of a figure, with the figure's changes applied, then those of the command line."""
+    recipes = []
+    for entry in source.read(FigureSpec).recipes:
+        name, *own = shlex.split(entry)
+        recipe = open_recipe(name, budget, [*own, *changes], source.where.trust)
+        if check(recipe).seeds != 1:
+            raise RecipeError(f"{source.name} is drawn from one run of each recipe: leave out seeds.")
+        recipes.append(recipe)
+    return recipes
 
-    Args:
-        trust: modules outside the package that its files may name, and the recipes that figure.json names.
-        out: where to write the picture; None is in the folder. A file does not say where another is written.
-    """
+
+def check_suffix(out: Path | None) -> None:
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise RecipeError(f"--out is {out}; it must end in .png, .svg or .pdf.")
-    asked = read_json(folder / "figure.json", ASKED)
-    where = [*folders, *map(Path, asked["data"])]
-    source, of_recipes = opened_figure(asked["name"], asked["budget"], asked["changes"], trust)
-    found, spec = trainings(source, asked["budget"], of_recipes), source.read(FigureSpec)
-    if machine.leads:
-        print(introduction(spec.title, spec.paper, asked["budget"], found, source), flush=True)
-    again = [*trust_words(*found), *(["--trust", module_of(spec.figure)] if ":" in spec.figure else [])]
-    again += [] if out is None else ["--out", str(out)]
-    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, where, again) for i, recipe in enumerate(found, 1)]
-    runs = [open_run(run, trust) for run in trained]
-    return drawn(source, runs, machine, where, out or picture_in(folder, source))
 
 
-def trainings(source: Source, budget: str | None, changes: Sequence[str]) -> list[Source]:
-    """The recipes that a figure is drawn from, checked: its own changes first, then the command line's."""
-    found = []
-    for entry in source.read(FigureSpec).recipes:
-        recipe, *own = shlex.split(entry)
-        found.append(open_recipe(recipe, budget, [*own, *changes], source.where.trust))
-        if check(found[-1]).seeds != 1:
-            raise RecipeError(f"{source.name} is drawn from one run of each recipe: leave out seeds.")
-    return found
-
-
-def picture_in(folder: Path, source: Source) -> Path:
+def picture_in(folder: Path, source: RecipeFile) -> Path:
     return folder / f"{source.name.replace('/', '-')}.png"
 
 
-def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
-    """Draw a figure from its runs."""
+def drawn(source: RecipeFile, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
+    """Draw a figure from its runs and save it."""
     if machine.leads:
         spec: FigureSpec = source.read(FigureSpec)
         facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, machine, list(folders), path), strict=True))
@@ -374,3 +290,74 @@ def drawn(source: Source, runs: list[Run], machine: Machine, folders: Sequence[P
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)
         print(f"figure            {path}")
     return path
+
+
+# Both
+
+
+def new_request(
+    file: str,
+    name: str,
+    source: RecipeFile,
+    budget: str | None,
+    changes: Sequence[str],
+    folders: Sequence[Path],
+    parent: Path,
+    machine: Machine,
+) -> Path:
+    """Make a new folder for a table or figure with a file of what was asked for, from which it can be continued."""
+    folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
+    if machine.leads:
+        full_name = str(Path(name).resolve()) if source.folder else name
+        data = [str(path.resolve()) for path in folders]
+        write_json(folder / file, {"name": full_name, "budget": budget, "changes": list(changes), "data": data})
+    machine.wait()
+    return folder
+
+
+def introduce(
+    spec: TableSpec | FigureSpec,
+    budget: str | None,
+    recipes: Sequence[RecipeFile],
+    source: RecipeFile,
+    machine: Machine,
+) -> None:
+    """Print title, aim and note of a table or figure, and what its budget changes."""
+    if machine.leads:
+        about = {"aim": spec.paper.aim, "note": spec.paper.note}
+        if budget not in (None, "paper"):
+            about[f"budget {budget}"] = budget_changes([source, *recipes])
+        print("\n".join([spec.title, *(f"{name:<18}{text}" for name, text in about.items() if text)]), flush=True)
+
+
+def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None:
+    """Raise MissingData, naming every missing data set, before the first of several training runs."""
+    missing: dict[str, MissingData] = {}
+    for data in (recipe.read(Recipe).data for recipe in recipes):
+        if data.name in ABOUT and not found_in(data.name, folders):  # data sets from outside are checked when loaded
+            try:
+                load(data.name, folders=folders, validation=0, **data.options)
+            except MissingData as error:
+                missing[data.name] = error
+    if len(missing) == 1:
+        raise next(iter(missing.values()))
+    if missing:
+        names = "; ".join(f"{name}: {how_to_get(name)}" for name in missing)
+        raise MissingData(f"{len(missing)} data sets are missing or incomplete; to get {names}.")
+
+
+def trained_in(
+    folder: Path, place: str, recipe: RecipeFile, machine: Machine, folders: Sequence[Path], again: Sequence[str]
+) -> Path:
+    """Train a recipe in a subfolder, or finish what was begun there; return the folder of the run or sweep.
+
+    Args:
+        again: words that the command to continue needs beside the folder, should training be stopped.
+    """
+    begun = machine.share(sorted((folder / place).glob("*-*"))[:1])
+    try:
+        if begun:
+            resume_folder(begun[0], machine, folders, trust=recipe.where.trust)
+        return begun[0] if begun else train_recipe(recipe, folder / place, machine, folders)
+    except Stopped as stopped:
+        raise Stopped(folder, stopped.step, stopped.number, again) from None

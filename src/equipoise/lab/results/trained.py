@@ -1,7 +1,8 @@
-"""Looking at a trained run: measure it again, ask it about images."""
+"""Open the model and task of a trained run, and evaluate them on a split of its data."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,24 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.lab.data import DataSet
 from equipoise.lab.data.base import Split, spread
 from equipoise.lab.recipes.build import USE_SECTIONS, build_task, module_of, require_trust
-from equipoise.lab.recipes.recipe import Named, Recipe, Where, parse_override
+from equipoise.lab.recipes.reading import Where, parse_override
+from equipoise.lab.recipes.schema import Named, Recipe
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_facts, open_weights
+from equipoise.lab.runs.load import data_facts, data_of, open_weights
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import Evaluation, Setting, evaluate
-from equipoise.lab.training.trainer import data_of
 from equipoise.tasks import Task
-
-MUCH = 4  # an image whose sides change by more than this factor is mentioned
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model with its task and all that is needed to use it."""
+    """A trained model with its task and everything needed to use it."""
 
     model: nn.Module
     task: Task
@@ -44,32 +42,27 @@ def open_trained(
     changes: Sequence[str] = (),
     sections: Sequence[str] = USE_SECTIONS,
 ) -> Trained:
-    """A run's model and task; the task may be another one, with other options.
+    """Load a run's model, and its task or another one.
 
     Args:
-        task: the name of another task; None is the run's own.
+        weights: "best" or "last".
+        task: name of another task; None for the run's own.
         changes: options of the task as ``"key=value"``.
-        sections: sections of the run's recipe that will be used, so that all code they name is trusted, or refused, at
-            once.
+        sections: sections of the run's recipe that will be used; all modules they name must be trusted.
     """
     source, options = run.source, dict(parse_override(text) for text in changes)
     require_trust(source, [section for section in sections if section != "task" or task is None])
     model, saved, file = open_weights(run, weights)
     recipe = source.phase(saved["phase"])
-    if task is not None and task != recipe.task.name:
-        recipe = replace(recipe, task=Named(task, options))
-    else:
-        recipe = replace(recipe, task=Named(recipe.task.name, {**recipe.task.options, **options}))
-    facts = data_facts(saved["data"])
-    setting = Setting(recipe.training, machine)
-    typed = [value for value in (task, *options.values()) if value is not None]  # the caller's own words
-    where = Where(
-        "command line" if typed else source.where.name,
-        trust=source.where.trust.including(*(module_of(value) for value in typed if isinstance(value, str))),
-    )
+    kept = recipe.task.options if task in (None, recipe.task.name) else {}
+    recipe = replace(recipe, task=Named(task or recipe.task.name, {**kept, **options}))
+    setting, facts = Setting(recipe.training, machine), data_facts(saved["data"])
+    given = [value for value in (task, *options.values()) if value is not None]  # trusted: the caller named them
+    modules = (module_of(value) for value in given if isinstance(value, str))
+    where = Where("command line" if given else source.where.name, trust=source.where.trust.including(*modules))
     with checkpoints.fitting(file):
-        made = build_task(recipe, facts, where)
-    return Trained(setting.place(model).eval(), made, recipe, facts, setting, file)
+        built = build_task(recipe, facts, where)
+    return Trained(setting.place(model).eval(), built, recipe, facts, setting, file)
 
 
 def evaluate_run(
@@ -83,7 +76,7 @@ def evaluate_run(
     changes: Sequence[str] = (),
     limit: int | None = None,
 ) -> Evaluation:
-    """Measure a trained run on a split of its data."""
+    """Evaluate a trained run on a split of its data; see :func:`open_trained` and :func:`samples_of`."""
     trained = open_trained(run, machine, weights, task, changes)
     samples = samples_of(run, trained, folders, split, limit)
     size = trained.recipe.training.evaluation_batch_size
@@ -91,13 +84,18 @@ def evaluate_run(
 
 
 def samples_of(run: Run, trained: Trained, folders: Sequence[Path], split: str, limit: int | None) -> Split:
-    """A split of the data that a run was trained on, or so many of its samples, spread over it evenly."""
-    data: DataSet = data_of(run, trained.recipe, folders)
-    samples = getattr(data, split)
+    """Return a split of the data that a run was trained on, or ``limit`` evenly spaced samples of it."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}; it must be at least 1.")
+    data = data_of(run, trained.recipe, folders)
+    samples: Split | None = getattr(data, split)
     if samples is None:
         raise ValueError(f"{data.name} has no split {split!r} in this run: it was trained with data.validation = 0.")
-    if limit is None:
-        return samples
-    if limit < 1:
-        raise ValueError(f"--limit is {limit}; it must be at least 1.")
-    return spread(samples, limit)
+    return samples if limit is None else spread(samples, limit)
+
+
+def progress_bar(title: str, samples: int) -> Any:
+    """Return a tqdm progress bar, shown only on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=samples, desc=title, unit="sample", disable=not sys.stderr.isatty(), leave=False)

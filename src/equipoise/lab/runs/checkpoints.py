@@ -1,12 +1,12 @@
-"""Checkpoints: one safetensors file with tensors and, in its header, JSON. Written whole or not at all.
+"""Checkpoints: one safetensors file with tensors and, in its header, JSON. Written completely or not at all.
 
-    last.safetensors    all that is needed to continue: model, optimizer, schedule, position, sums of the epoch so far
+    last.safetensors    everything needed to continue: model, optimizer, schedule, position, sums of the current epoch
     best.safetensors    the model with the best validation metric so far
 
 Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/NAME``. Random number generators need no entry:
 every step seeds them from the run's seed and its own number. The header has a checksum of everything else in the file.
 
-A checkpoint may come from anywhere. Nothing in it is used before its shape is checked, and code from outside the
+A checkpoint may come from anywhere. Its shape is checked before anything in it is used, and code from outside the
 package that it names is not imported unless the caller trusts it.
 """
 
@@ -24,17 +24,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
-from equipoise.lab.recipes.recipe import SAVED, RecipeError
+from equipoise.lab.recipes.reading import SAVED, RecipeError, key_paths, looked_up
 from equipoise.lab.runs.folder import BEST
 from equipoise.models.parts.normalize import Normalize
 from equipoise.registry import MissingPackage, UnknownName, UntrustedName
 
 FORMAT = 1
-HEADER = {"format", "equipoise", "checksum"}  # the last is missing from files of earlier versions
+HEADER = {"format", "equipoise", "checksum"}  # files of earlier versions have no checksum
 POSITION = {"phase": int, "epoch": int, "batch": int, "step": int}
-# The shapes of what a checkpoint says; see equipoise.lab.files.misfit. The first is what is needed to build the model.
+# The shapes of a checkpoint's JSON (see equipoise.lab.files.misfit): what the model needs, and what training needs.
 WEIGHTS = {**SAVED, "phase": int, "data": dict, "best?": (BEST, type(None))}
 TRAINING = {
     "learner": {"optimizer": {"groups": [dict], "numbers": dict}, "schedule": dict, "scaler": dict},
@@ -54,29 +55,29 @@ class CheckpointError(ValueError):
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Write a checkpoint; an earlier one of that name stays until this one is complete."""
-    # Each tensor gets storage of its own: tied weights share theirs, which the format does not allow.
+    # Each tensor gets its own storage: tied weights share theirs, which the format does not allow.
     apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(facts)
     header = {"format": str(FORMAT), "equipoise": text, "checksum": checksum(apart, text)}
     with whole(path) as part:
         try:
             save_file(apart, part, metadata=header)
-        except SafetensorError as error:  # its way to say that the disk is full
+        except SafetensorError as error:  # raised when the disk is full
             raise not_written(path, error) from error
 
 
 def checksum(tensors: dict[str, Tensor], text: str) -> str:
-    """CRC-32 of the names, types, shapes and bytes of the tensors and of the header's text."""
-    found = zlib.crc32(text.encode())
+    """Return the CRC-32 of the header's JSON and of the names, types, shapes and bytes of the tensors."""
+    crc = zlib.crc32(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
 def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and facts of a checkpoint, checked; with ``training`` one from which training can go on."""
+    """Return the tensors and facts of a checkpoint, checked; with ``training``, also that training can continue."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -86,65 +87,56 @@ def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[st
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:  # all of them occur
         raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {error}.") from None
     if "equipoise" not in metadata:
-        raise CheckpointError(
-            f"{path} was not written by equipoise: it does not say which model its tensors belong to."
-        )
+        raise CheckpointError(f"{path} was not written by equipoise: its header does not describe a model.")
     if metadata.get("format") != str(FORMAT):
         newer = metadata.get("format", "").isdecimal()
         what = "was written by a newer equipoise: update equipoise" if newer else "has a header that is damaged"
-        raise CheckpointError(f"{path} {what}; this one reads format {FORMAT}, and it has {metadata.get('format')}.")
+        raise CheckpointError(f"{path} {what}; its format is {metadata.get('format')}, and {FORMAT} can be read.")
     stated = metadata.get("checksum")
     if metadata.keys() - HEADER or (stated is not None and stated != checksum(tensors, metadata["equipoise"])):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit its content. Use a copy of it, if any.")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content. Restore it from a copy.")
     facts: Any = None
     try:
         facts = parse(metadata["equipoise"])
         reason = misfit(facts, WEIGHTS)
     except ValueError as error:
         reason = str(error)
+    if training and not reason:
+        if "learner" not in facts and "progress" not in facts:
+            raise CheckpointError(
+                f"{path} contains only weights, so training cannot continue from it: is it a copy of best.safetensors? "
+                "Restore the run's own last.safetensors, or start a new run with training.init_from set to this file."
+            )
+        reason = misfit(facts, TRAINING)
     if reason:
         raise CheckpointError(f"{path} has a header that is damaged: {reason}.")
-    if training:
-        require_training(path, facts)
     if stray := [name for name in tensors if not name.startswith(("model/", "optimizer/", "sums/"))]:
-        raise CheckpointError(f"{path} is damaged: its tensor {stray[0]!r} belongs to nothing.")
+        raise CheckpointError(f"{path} is damaged: its tensor {stray[0]!r} has an unknown prefix.")
     return tensors, facts
 
 
-def require_training(path: Path, facts: dict[str, Any]) -> None:
-    """Raise unless training can go on from a checkpoint that says this."""
-    if "learner" not in facts and "progress" not in facts:
-        raise CheckpointError(
-            f"{path} holds weights alone, without what training needs to go on: is it a copy of best.safetensors? Put "
-            "the run's own last.safetensors back, or begin a new run with training.init_from set to this file."
-        )
-    if reason := misfit(facts, TRAINING):
-        raise CheckpointError(f"{path} has a header that is damaged: {reason}.")
-
-
 def require_same_recipe(path: Path, facts: dict[str, Any], tables: dict[str, Any], of: Path) -> None:
-    """Raise unless a checkpoint is of the recipe in these tables, naming what differs."""
-    saved, own = leaves(facts["tables"]), leaves(tables)
+    """Raise unless a checkpoint belongs to the recipe in these tables, naming the keys that differ."""
+
+    def values(tables: dict[str, Any]) -> dict[str, str]:
+        """Return the values by dotted key, as JSON: NaN then equals NaN, and 1 is not 1.0."""
+        paths = [(path, looked_up(tables, path)) for path in key_paths(tables)]
+        return {".".join(path): json.dumps(v) for path, v in paths if not isinstance(v, dict | list) or not v}
+
+    saved, own = values(facts["tables"]), values(tables)
     different = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
     if different:
         shown = [f"{key} is {saved.get(key, 'not set')} there and {own.get(key, 'not set')} here" for key in different]
         more = f" (and {len(shown) - 5} more)" if len(shown) > 5 else ""
-        raise CheckpointError(f"{path} is of another run than {of}: {'; '.join(shown[:5])}{more}.")
-
-
-def leaves(value: Any, path: str = "") -> dict[str, str]:
-    """The values in nested tables and lists by their dotted keys, as JSON: NaN then equals NaN, and 1 is not 1.0."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = {k: v for key, entry in inside for k, v in leaves(entry, f"{path}.{key}" if path else str(key)).items()}
-    return found or ({path: json.dumps(value)} if path else {})
+        raise CheckpointError(f"{path} belongs to another run than {of}: {'; '.join(shown[:5])}{more}.")
 
 
 @contextmanager
 def fitting(path: Path | str) -> Iterator[None]:
-    """Name the checkpoint whose content made something go wrong inside the block: it may hold anything."""
+    """Name the checkpoint in any error that its content causes inside the block: it may contain anything."""
     try:
         yield
-    except (CheckpointError, RecipeError, UntrustedName, UnknownName, MissingPackage):  # sentences of their own
+    except (CheckpointError, RecipeError, UntrustedName, UnknownName, MissingPackage):  # clear already
         raise
     except Exception as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
@@ -152,7 +144,7 @@ def fitting(path: Path | str) -> Iterator[None]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, as ``model/NAME``."""
+    """Return parameters and buffers as ``model/NAME``."""
     tensors = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -162,8 +154,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> None:
-    """Put saved weights into a model; a tensor missing, left over or of another shape or type is named."""
-    state = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    """Load saved weights into a model; raise if a tensor is missing, left over or of another shape or type."""
+    state = with_prefix("model/", tensors)
     own = model.state_dict()
     details = [
         f"{name} is {tensor.dtype} in the file and {own[name].dtype} in the model"
@@ -181,11 +173,11 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -
 
 
 def load_matching(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> list[str]:
-    """Put those saved weights into a model that it has by name and shape; returns the names of its others.
+    """Load the saved weights that match in name and shape; return the names of the model's other tensors.
 
-    Mean and deviation of the images stay the model's own: they are of its data, not learned.
+    The mean and standard deviation of the images stay the model's own: they describe its data and are not learned.
     """
-    saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    saved = with_prefix("model/", tensors)
     of_data = [f"{name}." for name, part in model.named_modules() if isinstance(part, Normalize)]
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(of_data))}
     taken = {
@@ -199,8 +191,13 @@ def load_matching(model: nn.Module, tensors: dict[str, Tensor], path: Path | str
     return [name for name in own if name not in taken]
 
 
+def with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names start with a prefix, named without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors and JSON."""
+    """Return an optimizer's state as tensors and JSON."""
     state = optimizer.state_dict()
     tensors, numbers = {}, {}
     for index, entries in state["state"].items():
@@ -213,19 +210,17 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def unpack_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Put back what :func:`pack_optimizer` gave; what such an optimizer cannot have written is refused."""
+    """Restore what :func:`pack_optimizer` returned; raise for what such an optimizer cannot have written."""
     own = optimizer.state_dict()["param_groups"]
-    if len(facts["groups"]) != len(own) or any(
-        not alike({**new, **old}, new) for old, new in zip(facts["groups"], own, strict=False)
-    ):
+    groups = [{**new, **old} for old, new in zip(facts["groups"], own, strict=False)]
+    if len(facts["groups"]) != len(own) or not alike(groups, own):
         raise ValueError(f"its optimizer is not a {type(optimizer).__name__} of this model")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
-    saved: dict[str, Any] = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
-    for name, value in {**saved, **facts["numbers"]}.items():
+    for name, value in {**with_prefix("optimizer/", tensors), **facts["numbers"]}.items():
         index, _, entry = name.partition("/")
         if not (index.isdecimal() and int(index) < len(parameters)):
-            raise ValueError(f"its optimizer has an entry {name!r}, which belongs to no parameter")
+            raise ValueError(f"its optimizer has an entry {name!r}, which does not belong to a parameter")
         state.setdefault(int(index), {})[entry] = value
     if (expected := state_entries(optimizer)) is not None:
         for index, entries in state.items():
@@ -233,15 +228,14 @@ def unpack_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor], facts: di
             odd = {n for n, v in entries.items() if isinstance(v, Tensor) and expected.get(n) and v.shape != shape}
             if odd := odd | (entries.keys() ^ expected.keys()):
                 raise ValueError(
-                    f"its optimizer's state of parameter {index}, of shape {tuple(shape)}, is not that of a "
+                    f"its optimizer state for parameter {index}, of shape {tuple(shape)}, does not fit "
                     f"{type(optimizer).__name__}: {', '.join(sorted(odd))}"
                 )
-    groups = [{**new, **old} for old, new in zip(facts["groups"], own, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def state_entries(optimizer: Optimizer) -> dict[str, bool] | None:
-    """What an optimizer remembers of a parameter, and whether it has the parameter's shape; None if a trial fails."""
+    """Return the names of an optimizer's state, and whether each has the parameter's shape; None if a trial fails."""
     trial = nn.Parameter(torch.zeros(2, 3))
     trial.grad = torch.ones_like(trial)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -249,14 +243,14 @@ def state_entries(optimizer: Optimizer) -> dict[str, bool] | None:
     try:
         probe = make([{"params": [trial], **options}])
         probe.step()
-    except Exception:  # an optimizer of the user's own, which wants to be made or stepped in another way
+    except Exception:  # a user's optimizer that is made or stepped in another way
         return None
     state = probe.state_dict()["state"].get(0, {})
     return {name: isinstance(value, Tensor) and value.shape == trial.shape for name, value in state.items()}
 
 
 def alike(saved: Any, own: Any) -> bool:
-    """Whether a saved value can stand for one that a fresh object has: of the same kind, number for number."""
+    """Return whether a saved value can replace one of a new object: of the same kind, number for number."""
     if isinstance(own, dict):
         return isinstance(saved, dict) and all(key in saved and alike(saved[key], own[key]) for key in own)
     if isinstance(own, list | tuple):
@@ -266,22 +260,20 @@ def alike(saved: Any, own: Any) -> bool:
     return saved is None if own is None else isinstance(saved, type(own))
 
 
-def pack_schedule(schedule: Any) -> dict[str, Any]:
-    """What changes in a schedule as it steps; the rest is made anew from the recipe."""
+def pack_schedule(schedule: LRScheduler) -> dict[str, Any]:
+    """Return what changes in a schedule as it steps; the rest is built from the recipe."""
     return {name: value for name, value in vars(schedule).items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    return (
-        value is None
-        or isinstance(value, bool | int | float | str)
-        or (isinstance(value, list) and all(map(is_plain, value)))
-    )
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
-def unpack_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    """Put back what :func:`pack_schedule` gave."""
+def unpack_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
+    """Restore what :func:`pack_schedule` returned."""
     own = pack_schedule(schedule)
     if saved.keys() != own.keys() or not alike(saved, own):
-        raise ValueError(f"its schedule is not a {type(schedule).__name__} as in the recipe")
+        raise ValueError(f"its schedule is not the {type(schedule).__name__} of the recipe")
     vars(schedule).update(saved)

@@ -2,81 +2,65 @@
 
     runs/core-digits-001/
         run.json                     the recipe with all changes, the command, versions, the machine
-        log.jsonl                    a line every few steps and one per epoch
-        log.damaged                  lines of the log that could not be read when the run was resumed, as they were
-        checkpoints/last.safetensors to continue from
-        checkpoints/best.safetensors the best weights by the validation metric
-        checkpoints/epoch-0005.safetensors  weights after an epoch, where the recipe keeps them
-        result.json                  written when training has ended
+        log.jsonl                    one line every few steps and one per epoch
+        log.damaged                  unreadable lines of the log, moved here unchanged when the run was resumed
+        checkpoints/last.safetensors checkpoint to continue from
+        checkpoints/best.safetensors best weights by the validation metric
+        checkpoints/epoch-0005.safetensors  weights after an epoch, if the recipe keeps them
+        result.json                  written at the end of training
         report.html, report.md       written by `equipoise report`
-        tensorboard/                 when tensorboard is installed
+        tensorboard/                 if tensorboard is installed
 
 A sweep over seeds is a folder with ``sweep.json`` and one such folder per seed, ``seed-0``, ``seed-1``, ...
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from equipoise.lab.data.files.places import search_path
-from equipoise.lab.files import NUMBER, misfit, parse, read_json, write_bytes, write_json
-from equipoise.lab.recipes.recipe import SAVED, Recipe, Source, saved_source
+from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
+from equipoise.lab.recipes.reading import SAVED, RecipeFile
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.registry import NOTHING, Trust
 
-# The shapes of what a run writes; see equipoise.lab.files.misfit.
+# The shapes of a run's files; see equipoise.lab.files.misfit.
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
 RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict}
-MEASURED = (*NUMBER, type(None))  # None where a number was not finite
-SOLVER = {
-    "samples": int,
-    "failed": NUMBER,
-    "results": {str: int},
-    "steps": {"median": int, "90%": int, "most": int},
-    "residual": {"median": MEASURED, "worst": MEASURED},
-}
+MEASURED = (*NUMBER, type(None))  # None for a number that was not finite
+STEPS, RESIDUAL = {"median": int, "90%": int, "most": int}, {"median": MEASURED, "worst": MEASURED}
+SOLVER = {"samples": int, "failed": NUMBER, "results": {str: int}, "steps": STEPS, "residual": RESIDUAL}
 METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
 BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
-RESULT = {
-    "status": str,
-    "test": METRICS,
-    "test_of_last?": METRICS,
-    "weights": str,
-    "best?": BEST,
-    "parameters": int,
-    "steps": int,
-    "seconds": NUMBER,
-}
-LINE = {"kind": str, "step": int}  # of the log
+RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
+RESULT |= {"test_of_last?": METRICS, "best?": BEST}
+LINE = {"kind": str, "step": int}  # of log.jsonl
 EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
     f"{split}?": METRICS for split in ("train", "val", "test")
 }
-STEP = {
-    **LINE,
-    "loss?": MEASURED,
-    "lr?": MEASURED,
-    "gradient_norm?": MEASURED,
-    "steps": {str: int},
-    "residual": {str: MEASURED},
-    "failed_samples": int,
+STEP = {**LINE, "steps": {str: int}, "residual": {str: MEASURED}, "failed_samples": int} | {
+    f"{name}?": MEASURED for name in ("loss", "lr", "gradient_norm")
 }
 
 
 class RunError(ValueError):
-    """A folder is not a run, or not in a state for what was asked."""
+    """A folder is not a run, or not in a state for what was requested."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, and which modules outside the package its files may name."""
+    """A run's folder, and the modules outside the package that its files may name."""
 
     folder: Path
     trust: Trust = NOTHING
@@ -93,11 +77,9 @@ class Run:
         return self.folder / "checkpoints" / f"epoch-{number:04d}.safetensors"
 
     def kept(self) -> list[tuple[int, Path]]:
-        """The epochs whose weights were kept, and where they are."""
-        return [
-            (int(path.stem.removeprefix("epoch-")), path)
-            for path in sorted(self.last.parent.glob("epoch-*.safetensors"))
-        ]
+        """Return the epochs whose weights were kept, with their files."""
+        files = sorted(self.last.parent.glob("epoch-*.safetensors"))
+        return [(int(path.stem.removeprefix("epoch-")), path) for path in files]
 
     @property
     def log(self) -> Path:
@@ -105,70 +87,68 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The content of run.json."""
         return read_json(self.folder / "run.json", RUN)
 
     @property
-    def source(self) -> Source:
-        """The recipe as it was when the run was made, all changes included."""
-        return saved_source(self.facts, self.folder / "run.json", self.trust)
+    def source(self) -> RecipeFile:
+        """The recipe as it was when the run was created, including all changes."""
+        return RecipeFile.from_saved(self.facts, self.folder / "run.json", self.trust)
 
     @property
     def recipe(self) -> Recipe:
-        return self.source.read(Recipe)
+        return self.source.recipe
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """How training ended; None while it has not."""
+        """The content of result.json; None until training has ended."""
         path = self.folder / "result.json"
         if not path.exists():
             return None
         return read_json(path, RESULT if (self.folder / "run.json").exists() else {"status": str})  # or of a sweep
 
     def data_folders(self, given: Sequence[Path]) -> list[Path]:
-        """Where to look for data: as always, first in the folders given now, then in those given when it was begun.
+        """Return where to look for data: the folders given now, those given at the start, then the usual ones.
 
-        The folder in which it was begun comes last, as the current folder does when a run is begun.
+        The folder in which the run was started comes last, like the current folder when a run is started.
         """
         machine = self.facts["machine"]
-        begun = [Path(machine["begun_in"])] if "begun_in" in machine else []
-        return [*search_path([*given, *map(Path, machine.get("data", []))], current=False), *begun]
-
-    def records(self) -> list[dict[str, Any]]:
-        """The lines of the log that can be read."""
-        return [record for _, record in self.lines() if record is not None]
+        start = [Path(machine["begun_in"])] if "begun_in" in machine else []
+        return [*search_path([*given, *map(Path, machine.get("data", []))], current=False), *start]
 
     def lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """The lines of the log, each with what it says, or None if it is damaged or cut short."""
-        if not self.log.exists():
-            return []
-        return [(line, read_record(line)) for line in self.log.read_bytes().split(b"\n") if line.strip()]
+        """Return the lines of the log with their content, None for a line that is damaged or incomplete."""
+        content = self.log.read_bytes() if self.log.exists() else b""
+        return [(line, read_record(line)) for line in content.split(b"\n") if line.strip()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the readable lines of the log."""
+        return [record for _, record in self.lines() if record is not None]
 
     def epochs(self) -> list[dict[str, Any]]:
-        """The log's line of every epoch."""
+        """Return the log's record of every epoch."""
         return [record for record in self.records() if record["kind"] == "epoch"]
 
     def trim(self, step: int, epochs: int) -> int:
-        """Leave out what was logged after a checkpoint, which a resumed run writes again, and files cut short.
+        """Remove what was logged after a checkpoint, which a resumed run logs again, and unfinished files.
 
-        Lines that cannot be read are set aside in ``log.damaged``, as they are; returns their number.
+        Unreadable lines are moved to ``log.damaged``, unchanged; returns their number.
         """
+
+        def early(record: dict[str, Any]) -> bool:
+            return record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epochs)
+
         lines = self.lines()
-        damaged = b"".join(line + b"\n" for line, record in lines if record is None)
+        damaged = [line + b"\n" for line, record in lines if record is None]
         if damaged:
             aside = self.folder / "log.damaged"
             before = aside.read_bytes() if aside.exists() else b""
-            if not before.endswith(damaged):  # else they were set aside by a process that was killed just then
-                write_bytes(aside, before + damaged)
-        kept = [
-            line
-            for line, record in lines
-            if record and record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epochs)
-        ]
-        write_bytes(self.log, b"".join(line + b"\n" for line in kept))
+            if not before.endswith(b"".join(damaged)):  # else a process that was killed right here has moved them
+                write_bytes(aside, before + b"".join(damaged))
+        write_bytes(self.log, b"".join(line + b"\n" for line, record in lines if record and early(record)))
         for part in self.folder.rglob(".*.part"):
             part.unlink(missing_ok=True)
-        return sum(record is None for _, record in lines)
+        return len(damaged)
 
     @property
     def status(self) -> str:
@@ -177,35 +157,32 @@ class Run:
         return "running" if self.in_use() else "interrupted" if self.last.exists() else "not started"
 
     def in_use(self) -> bool:
-        """Whether a process is at work on it. Writes nothing: the run may be somebody else's."""
+        """Return whether a process is training the run. Writes nothing: the run may belong to somebody else."""
         import fcntl
 
         try:
             with open(self.folder / ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+                return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the run for this process; the lock goes when the process does, however it ends."""
+        """Lock the run for this process; the lock ends with the process, however it ends."""
         import fcntl
 
-        with open(self.folder / ".lock", "a") as lock:  # never emptied: it might be a link to something else
+        with open(self.folder / ".lock", "a") as lock:  # never truncated: it might be a link to something else
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(
-                    f"{self.folder} is being trained by another process; wait for it, or stop it first."
-                ) from None
+                other = "is being trained by another process; wait for it, or stop it first."
+                raise RunError(f"{self.folder} {other}") from None
             yield
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
-    """What a line of the log says; None if it cannot be read, or is not a line that a run writes."""
+    """Parse a line of the log; return None if it is not one that a run writes."""
     try:
         record = parse(line)
     except ValueError:
@@ -215,13 +192,89 @@ def read_record(line: bytes) -> dict[str, Any] | None:
     return None if misfit(record, {"epoch": EPOCH, "step": STEP}.get(record["kind"], LINE)) else record
 
 
+class Log:
+    """Write a run's log: JSONL always, TensorBoard if installed, a progress bar on a terminal, else plain lines.
+
+    The bar counts ``samples``, of which ``done`` were trained on before the run was resumed, at step ``step``. Only the
+    process that ``leads`` writes.
+
+    Example:
+        >>> with Log(run, samples=12 * 55000) as log:
+        ...     log.write(kind="step", step=20, loss=0.3)
+        ...     log.show("epoch 1/12  accuracy 93.1%")
+    """
+
+    def __init__(self, run: Run, samples: int, done: int = 0, step: int = 0, leads: bool = True):
+        self.path = run.log
+        self.file: Any = None
+        self.board: Any = None
+        self.bar: Any = None
+        if not leads:
+            return
+        from tqdm import tqdm
+
+        self.file = run.log.open("ab", buffering=0)
+        with suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
+        options = {"unit": " samples", "unit_scale": True, "dynamic_ncols": True, "disable": not sys.stderr.isatty()}
+        self.bar = tqdm(total=samples, initial=done, **options)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in (self.file, self.board, self.bar):
+            if part is not None:
+                part.close()
+
+    def write(self, **record: Any) -> None:
+        """Append a line to the log, and its numbers to TensorBoard."""
+        if self.file is None:
+            return
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        end = self.file.seek(0, os.SEEK_END)
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.file.truncate(end)  # a line is written completely or not at all
+            raise WriteError(f"{self.path} could not be written: {error.strerror}.") from error
+        if self.board is not None:
+            for name, value in flat_numbers(record):
+                self.board.add_scalar(name, value, record["step"])
+
+    def advance(self, samples: int, text: str) -> None:
+        """Move the bar by a number of samples, and show a text beside it."""
+        if self.bar is not None and not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(samples)
+
+    def show(self, text: str) -> None:
+        """Print a line."""
+        if self.bar is not None:
+            if self.bar.disable:
+                print(text, flush=True)
+            else:
+                self.bar.write(text)
+
+
+def flat_numbers(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number in nested tables with its full name, such as "val/accuracy"."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "epoch", "phase"):
+            yield prefix + name, float(value)
+
+
 def new_folder(parent: Path, name: str) -> Path:
-    """The next free folder ``name-001``, ``name-002``, ..., made here and now: two processes never get the same."""
+    """Create the next free folder ``name-001``, ``name-002``, ...; two processes never get the same."""
     parent.mkdir(parents=True, exist_ok=True)
     stem = name.replace("/", "-")
-    number = 1 + max(
-        [0, *(int(p.name[len(stem) + 1 :]) for p in parent.glob(f"{stem}-*") if p.name[len(stem) + 1 :].isdecimal())]
-    )
+    suffixes = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
+    number = 1 + max([0, *(int(suffix) for suffix in suffixes if suffix.isdecimal())])
     while True:
         try:
             (folder := parent / f"{stem}-{number:03d}").mkdir()
@@ -230,61 +283,48 @@ def new_folder(parent: Path, name: str) -> Path:
             number += 1
 
 
-def create(folder: Path, source: Source, **machine: Any) -> Run:
+def create(folder: Path, source: RecipeFile, **machine: Any) -> Run:
     """Write run.json into a new folder."""
+    import torch
+
+    import equipoise
+
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "run.json").exists():
         raise RunError(f"{folder} is a run already, and runs are never overwritten: equipoise resume {folder}.")
-    write_json(
-        folder / "run.json",
-        {
-            "recipe": source.name,
-            "folder": source.folder,
-            "tables": source.tables,
-            "command": command(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "machine": machine,
-        },
-        exact=True,  # `schedule.end = inf` is a sensible thing to write
-    )
+    versions = {
+        "equipoise": equipoise.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+    facts = {
+        **source.saved(),
+        "command": command(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "machine": machine,
+    }
+    write_json(folder / "run.json", facts, exact=True)  # exact: `schedule.end = inf` is a sensible option
     return Run(folder, source.where.trust)
 
 
 def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
-    """The run in a folder; ``trust`` names modules outside the package that its files may name."""
+    """Return the run in a folder; ``trust`` lists modules outside the package that its files may name."""
     folder = Path(path)
     if not (folder / "run.json").is_file():
-        hint = (
-            "it is a sweep; name one of its runs, such as seed-0"
-            if (folder / "sweep.json").exists()
-            else "it has no run.json"
-        )
+        sweep = (folder / "sweep.json").exists()
+        hint = "it is a sweep; name one of its runs, such as seed-0" if sweep else "it has no run.json"
         what = f"{folder} is not a run: {hint}" if folder.is_dir() else f"there is no folder {folder}"
         raise RunError(f"{what}. `equipoise runs` lists runs.")
     return Run(folder, Trust.of(trust))
 
 
 def list_runs(parent: Path) -> list[Run]:
-    """Every run under a folder, sweeps' runs included, in the order of their names."""
+    """Return every run under a folder, including those of sweeps, sorted by name."""
     return [Run(path.parent) for path in sorted(parent.glob("**/run.json"))] if parent.is_dir() else []
 
 
 def command() -> str:
-    """The command line as it was typed."""
-    words = sys.argv[1:]
-    return shlex.join(["equipoise", *words])
-
-
-def versions() -> dict[str, str]:
-    """Of everything the numbers may depend on."""
-    import torch
-
-    import equipoise
-
-    return {
-        "equipoise": equipoise.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-    }
+    """Return the command line of this process."""
+    return shlex.join(["equipoise", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""``eq.load``: a trained model back from its run or file; and a model that begins with the weights of another."""
+"""``eq.load``: open the trained model of a run or file again, with its data; and initialise a model from another."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.lab.data import DataSet
+from equipoise.lab.recipes.build import MODEL_SECTIONS, build_model, load_data, require_trust
+from equipoise.lab.recipes.reading import RecipeFile
+from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs import checkpoints
-from equipoise.lab.recipes.build import MODEL_SECTIONS, build_model, require_trust
-from equipoise.lab.recipes.recipe import Recipe, saved_source
 from equipoise.lab.runs.folder import Run, RunError, open_run
 from equipoise.registry import Trust
 
 
 def load(
-    path: str | Path,
-    weights: str = "best",
-    device: str | torch.device = "cpu",
-    trust: str | Sequence[str] = (),
+    path: str | Path, weights: str = "best", device: str | torch.device = "cpu", trust: str | Sequence[str] = ()
 ) -> nn.Module:
-    """The trained model of a run, or of one checkpoint file, ready to evaluate.
+    """Load the trained model of a run, or of one checkpoint file.
 
-    Loading runs no code that the file chooses: a model from outside the package is refused unless it is trusted.
+    Loading runs no code that the file chooses: a model from outside the package is rejected unless it is trusted.
 
     Args:
-        path: a run's folder, or a ``.safetensors`` file that a run wrote.
-        weights: of a run: "best" by the validation metric (the last where there is no validation split), or "last".
-        device: where to put it.
+        path: folder of a run, or a ``.safetensors`` file that a run wrote
+        weights: "best" by the validation metric (the last, without a validation split), or "last"; for a run only
+        device: device to put the model on
         trust: name of a module outside the package that the file may take its model from, or several names. Importing
             a module runs it, so name only modules that you know.
 
     Returns:
-        The model in evaluation mode; for images it takes numbers in [0, 1], (batch, channels, height, width).
+        The model in evaluation mode; a model of images takes values in [0, 1], (batch, channels, height, width).
 
     Example:
         >>> model = eq.load("runs/core-mnist-001")
@@ -47,7 +46,7 @@ def load(
 
 
 def open_weights(run: Run, weights: str = "best") -> tuple[nn.Module, dict[str, Any], Path]:
-    """The model of a run, the facts that are saved with it, and its file."""
+    """Return the model of a run, the facts saved with it, and its file."""
     file = weights_file(run, weights)
     model, facts = open_checkpoint(file, run.trust)
     checkpoints.require_same_recipe(file, facts, run.facts["tables"], run.folder / "run.json")
@@ -55,13 +54,13 @@ def open_weights(run: Run, weights: str = "best") -> tuple[nn.Module, dict[str, 
 
 
 def open_checkpoint(file: Path, trust: Trust) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint, and the facts that are saved with it."""
+    """Return the model of a checkpoint, and the facts saved with it."""
     tensors, facts = checkpoints.read(file)
-    source = saved_source(facts, file, trust)
+    source = RecipeFile.from_saved(facts, file, trust)
     require_trust(source, MODEL_SECTIONS)
-    phases = len(source.read(Recipe).phases)
+    phases = len(source.recipe.phases)
     if not 0 <= facts["phase"] < phases:
-        raise checkpoints.CheckpointError(f"{file} is damaged: it is of phase {facts['phase']} of {phases}.")
+        raise checkpoints.CheckpointError(f"{file} is damaged: its phase is {facts['phase']} of {phases}.")
     recipe = source.phase(facts["phase"])
     with checkpoints.fitting(file):
         model = build_model(recipe, data_facts(facts["data"]), source.where)
@@ -72,22 +71,30 @@ def open_checkpoint(file: Path, trust: Trust) -> tuple[nn.Module, dict[str, Any]
 
 
 def start_from(model: nn.Module, path: str) -> list[str]:
-    """Put in the weights of another run, or of a file, as far as they fit; returns the names of the model's others."""
+    """Load the weights of another run or file as far as they match; return the names of the model's other tensors."""
     file = Path(path) if path.endswith(".safetensors") else weights_file(open_run(Path(path)))
     tensors, _ = checkpoints.read(file)
     return checkpoints.load_matching(model, tensors, file)
 
 
 def weights_file(run: Run, weights: str = "best") -> Path:
-    """The checkpoint of a run that is asked for."""
+    """Return the checkpoint of a run with the best or the last weights."""
     if weights not in ("best", "last"):
         raise ValueError(f"weights is {weights!r}; allowed: 'best', 'last'.")
     for file in (run.best, run.last) if weights == "best" else (run.last,):
         if file.exists():
             return file
-    raise RunError(f"{run.folder} has no checkpoint yet: it was stopped before its first epoch was done.")
+    raise RunError(f"{run.folder} has no checkpoint yet: it was stopped before the end of its first epoch.")
 
 
 def data_facts(saved: dict[str, Any]) -> dict[str, Any]:
-    """Facts of a data set as models take them: JSON knows no tuples."""
+    """Return saved facts of a data set as models take them: JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+
+
+def data_of(run: Run, recipe: Recipe, folders: Sequence[Path]) -> DataSet:
+    """Load the data set of a run, looking in these folders first."""
+    try:
+        return load_data(recipe, run.data_folders(folders), run.source.where.trust)
+    except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:  # damaged options
+        raise RunError(f"{run.folder / 'run.json'}: data set {recipe.data.name!r}: {error}") from error

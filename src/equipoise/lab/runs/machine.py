@@ -1,24 +1,31 @@
-"""The machine a command runs on: device, threads, and the processes that share the work."""
+"""The machine that a command runs on: device, threads, processes that share the work, random seeds and batches."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import random
+import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from equipoise.lab.data import Batch, Split
 from equipoise.tasks import Sums
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One process among ``world``; all of them see the same model and each its own part of every batch."""
+    """One process among ``world``; all of them have the same model, and each has its own part of every batch."""
 
     device: torch.device
     rank: int = 0
@@ -26,46 +33,49 @@ class Machine:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files and talks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, in every one."""
+        """Return the sum of a tensor over all processes, in every one."""
         if self.world > 1:
             values = values.to(self.device, copy=True)  # summed in place
             dist.all_reduce(values)
         return values.cpu()
 
     def total(self, sums: Sums) -> Sums:
-        """Sums over all processes; entries are added in the same order in every one."""
+        """Sum every entry over all processes, in the same order in every one."""
         return {name: self.sum(sums[name].to(torch.float64)) for name in sorted(sums)}
 
-    def share(self, value: Any) -> Any:
-        """The leading process's value, in every process."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+    def share(self, value: T | None) -> T:
+        """Return the leading process's value in every process; the others may pass None."""
+        box: list[Any] = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """The leading process's values of these tensors, in every process."""
+        """Overwrite tensors with the leading process's values."""
         for tensor in tensors if self.world > 1 else ():
             dist.broadcast(tensor, src=0)
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait for every process."""
         if self.world > 1:
             dist.barrier()
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """Return this process's rows of a batch; the sizes of the parts differ by at most one."""
+        return rows[self.rank :: self.world]
 
 
 @contextmanager
 def this_machine(device: str | None = None, threads: int | None = None) -> Iterator[Machine]:
-    """The machine, joined with the other processes when torchrun started them.
+    """Yield the machine, connected with the other processes if torchrun started them.
 
     Args:
-        device: "cpu", "cuda", "cuda:1", "mps"; None takes a GPU if there is one.
-        threads: of torch on the CPU; None leaves torch's choice.
+        device: "cpu", "cuda", "cuda:1", "mps"; None selects a GPU if available
+        threads: number of CPU threads of torch; None keeps torch's choice
     """
     if threads is not None:
         if threads < 1:
@@ -88,10 +98,10 @@ def this_machine(device: str | None = None, threads: int | None = None) -> Itera
 
 
 def keep_freed_memory() -> None:
-    """Let glibc hand freed blocks out again instead of returning them to the system.
+    """Let glibc reuse freed blocks instead of returning them to the system.
 
     It returns every block above 32 MB, the size of a batch of equilibria, and each new one then costs a page fault
-    every 4 kB: adding two such tensors takes four times as long (measured). Elsewhere nothing happens.
+    every 4 kB: adding two such tensors takes four times as long (measured). On other systems nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -103,7 +113,7 @@ def keep_freed_memory() -> None:
 
 
 def choose_device(name: str | None, local_rank: int | None) -> torch.device:
-    """The device of that name, checked; one GPU per process when several share a machine."""
+    """Return the device of that name, after a test; one GPU per process if several share a machine."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -114,3 +124,56 @@ def choose_device(name: str | None, local_rank: int | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device is {name!r}, which this machine cannot use: {str(error).splitlines()[0]}") from None
     return device
+
+
+# Seeds and batches
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed that depends on every part and on nothing else: (run's seed, purpose, step, process)."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_everything(*parts: object) -> torch.Generator:
+    """Seed every random number generator, and return one more for the batch's augmentation.
+
+    Called before every step, so that no generator carries state from one step to the next: a run that is resumed at a
+    step draws what it would have drawn.
+    """
+    seed = seed_of(*parts)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    return torch.Generator().manual_seed(seed_of(*parts, "augmentation"))
+
+
+def training_rows(samples: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
+    """Return the rows of every batch of an epoch, over all processes: every sample once, in a new order each epoch."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
+    return list(order.split(batch_size))
+
+
+def batches(split: Split, rows: Iterable[Tensor], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches with these rows, on the device; each is read while the one before it is in use."""
+    pinned = device.type == "cuda"
+
+    def read(wanted: Tensor) -> Batch:
+        batch = split.read(wanted)
+        return tuple(tensor.pin_memory() for tensor in batch) if pinned else batch
+
+    def placed(batch: Batch) -> Batch:
+        return tuple(tensor.to(device, non_blocking=pinned) for tensor in batch)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+        ahead: Future[Batch] | None = None
+        try:
+            for wanted in rows:
+                previous, ahead = ahead, reader.submit(read, wanted)
+                if previous is not None:
+                    yield placed(previous.result())
+            if ahead is not None:
+                yield placed(ahead.result())
+        finally:
+            if ahead is not None:
+                ahead.cancel()

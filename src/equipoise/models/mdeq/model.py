@@ -22,8 +22,8 @@ from equipoise.models.parts.normalize import Normalize
 from equipoise.models.parts.sizes import sized
 from equipoise.models.parts.stem import stem
 from equipoise.options import require, require_images
-from equipoise.problem.function import autocast_state
 from equipoise.problem.layout import is_channels_last
+from equipoise.problem.problem import autocast_state
 from equipoise.solvers import Broyden
 from equipoise.stability import VariationalDropout, WeightNorm
 from equipoise.tolerance import Tolerance

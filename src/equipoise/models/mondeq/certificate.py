@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from equipoise.operators import MonotoneConv2d, MonotoneLinear
 from equipoise.operators.base import is_leaf, tree
+from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford, SplittingSolver
 from equipoise.problem.layout import leaves, rebuild
-from equipoise.solvers import DouglasRachford, ForwardBackward, PeacemanRachford
-from equipoise.solvers.splitting import SplittingSolver
 from equipoise.stability.norms import conv2d_norm_bound, operator_norm_bound
 from equipoise.tolerance import Tolerance
 

@@ -18,10 +18,9 @@ from equipoise.fixed_point import Equilibrium
 from equipoise.models.mondeq.certificate import Certificate, certify
 from equipoise.models.parts.normalize import Normalize
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
-from equipoise.operators.base import is_count
 from equipoise.operators.spectrum import embed, images, memory
-from equipoise.options import require_images
-from equipoise.solvers import PeacemanRachford
+from equipoise.operators.splitting import PeacemanRachford
+from equipoise.options import is_number, require_images
 from equipoise.tolerance import Tolerance
 
 KINDS = ("dense", "conv", "multitier")
@@ -74,7 +73,7 @@ class MonDEQ(nn.Module):
             features = operator.features
         elif kind == "conv":
             operator = MonotoneConv2d(channels, self.size, m=m)  # type: ignore[arg-type]
-            if not is_count(pool) or min(self.size) < pool:
+            if not is_number(pool, at_least=1, whole=True) or min(self.size) < pool:
                 raise ValueError(f"pool is {pool!r}; it must be between 1 and the image's side, {min(self.size)}.")
             self.inject = nn.Conv2d(shape[0], operator.channels, 3, padding=1)
             features = operator.channels * (shape[1] // pool) * (shape[2] // pool)

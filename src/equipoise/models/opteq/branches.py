@@ -7,7 +7,8 @@ M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium 
 
 where s = prox_f and h is the negative gradient of the coupling (:mod:`equipoise.models.opteq.ring`). So the fixed
 points of T are the stationary points of G (proposition 1), and T is a proximal gradient step of length 1 on G as a
-function of y. That is all one ever needs: s gives y, and nothing has to be inverted. The published eq. 1 has lost its outer W^T.
+function of y. That is all one ever needs: s gives y, and nothing has to be inverted. The published
+eq. 1 has lost its outer W^T.
 
 The Perturbation Enhanced strategy (section 2.2): each branch sees g moved to where the branch before it does worst,
 by delta_i = epsilon sign(U_i^T y_i), which raises G by epsilon |U_i^T y_i|_1 as far as G is linear in g.
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.models.opteq.descent import Objective
 from equipoise.models.opteq.ring import Images, Ring, carry
 from equipoise.operators.activations import activation as proximal
 from equipoise.options import require
+from equipoise.problem.problem import FunctionProblem, Structure
 from equipoise.stability import SpectralNorm
 
 ORDERS = ("gauss-seidel", "jacobi")
@@ -100,15 +103,20 @@ class Branches(nn.Module):
         """Whether branches are perturbed now."""
         return self.perturbation > 0 and (self.perturb == "always" or (self.perturb == "train" and self.training))
 
-    @property
-    def refuses_descent(self) -> str | None:
-        """Why solvers that go downhill on G cannot solve this T; None if they can."""
+    def structure(self, kind: type[Structure], problem: FunctionProblem) -> Structure | None:
+        """Return what the descent solvers see of this T within a solve."""
+        if kind is not Objective:
+            return None
         coupled = len(self.sizes) > 1 and (self.ring.heritage or self.ring.diversity > 0)
-        if self.order != "jacobi" and coupled:  # else both orders are the same T
-            return f"order is {self.order!r}; a step on the objective moves all branches at once: order='jacobi'."
+        if self.order != "jacobi" and coupled:  # otherwise both orders are the same T
+            raise ValueError(
+                f"order is {self.order!r}, and a descent solver moves all branches at once: use order='jacobi'."
+            )
         if self.perturbed:
-            return f"perturb is {self.perturb!r}; perturbed branches do not minimise one objective: perturb='off'."
-        return None
+            raise ValueError(
+                f"perturb is {self.perturb!r}, and perturbed branches do not minimise one objective: use perturb='off'."
+            )
+        return Objective(self, problem)
 
     def check(self, z: Images, batch: int) -> None:
         """Refuse what is not one image of the right shape per sample and branch."""

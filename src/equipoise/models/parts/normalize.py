@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from equipoise.options import require_numbers
+from equipoise.options import require_sequence_of_numbers
 
 
 class Normalize(nn.Module):
@@ -22,8 +22,8 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
-        require_numbers("mean", mean)
-        require_numbers("std", std)
+        require_sequence_of_numbers("mean", mean)
+        require_sequence_of_numbers("std", std)
         if len(mean) != len(std) or min(std) <= 0:
             raise ValueError(f"mean is {tuple(mean)} and std is {tuple(std)}; as many of each, and every std above 0.")
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from equipoise.registry import unknown
+from equipoise.options import unknown
 
 Size = TypeVar("Size")
 

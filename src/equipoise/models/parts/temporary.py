@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.gradients.rules import ImplicitGradient, PhantomGradient
+from equipoise.gradients import ImplicitGradient, PhantomGradient
 
 if TYPE_CHECKING:
     from equipoise.models.opteq.branches import Branches

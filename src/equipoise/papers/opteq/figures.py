@@ -1,7 +1,9 @@
-"""Figures of the MOptEq paper: what couples branches, what perturbs them, how their equilibria converge.
+"""Figures of the MOptEq paper: coupling of branches, perturbations and attacks, convergence.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022), figures 2 to 4. Each
-draws what is measured, be it as the paper says or not, and writes its numbers as JSON beside the picture.
+figure shows what is measured, whether or not it agrees with the paper. Functions take trained ``runs``, the ``machine``
+to solve on, ``folders`` searched first for data, and the ``path`` of the picture, beside which they write their numbers
+as JSON (None writes none).
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,30 +27,38 @@ from equipoise.lab.results.figures import (
     GREEN,
     ORANGE,
     PURPLE,
-    about,
+    CurveStyle,
+    check_counts,
+    check_number,
     colors,
-    decades,
-    heights,
-    page,
-    plain,
-    reached,
+    curve_styles,
+    describe,
+    draw_residuals,
+    finish_residuals,
+    legend_below,
+    levels_reached,
+    middle_80,
+    panels,
+    percentages,
+    random_rows,
+    shades,
     tidy,
-    traced,
-    under,
+    trace_residuals,
     whole_numbers,
-    write_beside,
+    wrapped,
+    write_numbers,
 )
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
+from equipoise.lab.runs.load import data_of
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
-from equipoise.lab.training.trainer import data_of
 from equipoise.models.opteq.branches import Branches
+from equipoise.models.opteq.descent import ProximalGradient
 from equipoise.models.opteq.model import BranchModel
 from equipoise.models.opteq.ring import SIGNS, Images, Ring, carry, heritage
 from equipoise.models.parts.temporary import exact_gradients
-from equipoise.solvers import Anderson, Broyden, Picard, ProximalGradient, Solver
+from equipoise.solvers import Anderson, Broyden, Picard, Solver
 from equipoise.tasks.robustness import pgd
 from equipoise.tolerance import Tolerance
 
@@ -57,50 +66,40 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FINEST = 1e-12  # what is left below it is rounding
-LEVELS = (1e-3, 1e-6, 1e-9)  # of the residual: the summary says after how many evaluations each is reached
+FINEST = 1e-12  # residuals below it are rounding errors
+LEVELS = (1e-3, 1e-6, 1e-9)  # residuals; the summary counts the evaluations to reach each
 PERTURBATIONS = {
     "reconstructed": ("reconstructed", ORANGE),
     "bernoulli": (r"random, $\epsilon$ or $-\epsilon$", BLUE),
     "uniform": (r"random, uniform between $-\epsilon$ and $\epsilon$", GREEN),
 }
-MARKERS, STYLES = "os^vPD", ("-", "--", "-.", ":")
-
-Look = tuple[Any, str, str]  # colour, line, marker: none of them tells curves apart alone
 
 
 # Figure 2
 
 
 def coupling(
-    runs: Sequence[Run],
-    machine: Machine,
-    folders: Sequence[Path] = (),
-    samples: int = 100,
-    path: Path | None = None,
+    runs: Sequence[Run], machine: Machine, folders: Sequence[Path] = (), samples: int = 100, path: Path | None = None
 ) -> Figure:
-    """Average H against average D of each sample, and how alike the channels of two branches are (figure 2).
+    """Plot average H against average D of each sample, and the similarity of channels of two branches (figure 2).
 
-    Average H is the sum of H(z_i, z_j) over all branches i and both neighbours j of each, by L C; average D is that of
-    D by L (C^2 - C). Both grow with the square of z: its average, |z|^2 by L C, stands among the numbers. A heat map
-    has |<channel k of branch 2, channel l of branch 1>| of one sample. The paper names no normalisation, and there is
-    none here: the colours of a map go from 0 to its own largest entry.
+    Average H is the sum of H(z_i, z_j) over all branches i and both neighbours j of each, divided by L C; average D is
+    that of D divided by L (C^2 - C). Both grow with the square of z, whose average |z|^2 / (L C) is among the numbers.
+    The heat map shows |<channel k of branch 2, channel l of branch 1>| for one sample. The paper does not specify a
+    normalisation, so none is used: the colours of a map range from 0 to its largest entry.
 
     Args:
-        runs: of models with several branches, trained on the same data; each gets a column of its own.
-        machine: where to solve.
-        folders: to look for data in first.
-        samples: of the test split, random, the same ones for every run; the heat maps are of the first.
-        path: of the picture, beside which the numbers are written; None writes none.
+        runs: runs of models with several branches, trained on the same data; one column each.
+        samples: number of random test samples, the same ones for every run; the heat maps show the first.
     """
-    check_whole("samples", samples, 2)
+    check_counts(samples=(samples, 2))
     if len({repr(replace(run.recipe.data, validation=0)) for run in runs}) > 1:
         raise ValueError("the runs were trained on different data; this figure compares them on the same samples.")
-    found = [coupling_of(run, machine, folders, samples) for run in runs]
-    write_beside(path, {"runs": found})
-    figure, axes = page(2, len(found), height=9.6, height_ratios=(4, 5))
-    for place, (run, cloud, squares) in enumerate(zip(found, *axes, strict=True)):
-        if place:
+    measured = [coupling_of(run, machine, folders, samples) for run in runs]
+    write_numbers(path, {"runs": measured})
+    figure, axes = panels(2, len(measured), height=9.6, height_ratios=(4, 5))
+    for run, cloud, squares in zip(measured, *axes, strict=True):
+        if cloud is not axes[0][0]:
             cloud.sharex(axes[0][0])
             cloud.sharey(axes[0][0])
         draw_cloud(cloud, run)
@@ -111,24 +110,23 @@ def coupling(
 
 @torch.no_grad()
 def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: int) -> dict[str, Any]:
-    """What binds the branches of a run's model, over the samples and for the first of them."""
+    """Measure the coupling of the branches of a run's model for each sample, and the heat map of the first."""
     trained = open_trained(run, machine)
     model = branch_model(trained)
     branches, channels = len(model.cell.sizes), model.cell.channels
     if branches < 2 or channels < 2:
         raise ValueError(
-            f"{trained.file}: the model has {branches} branches of {channels} channels; neighbours and channels that "
-            "do not correspond need 2 of each at least."
+            f"{trained.file}: the model has {branches} branches of {channels} channels; this figure requires at least "
+            "2 of each."
         )
     alike, apart, sizes, products = [], [], [], []
     with quiet_failures(), trained.setting.autocast():
         for images, _ in random_batches(run, trained, folders, samples):
             z: Images = tuple(part.double() for part in model.branches(model.features(images)))
-            alike.append(2 * heritage(z) / (branches * channels))  # every edge joins two branches, and counts for both
+            alike.append(2 * heritage(z) / (branches * channels))  # every edge joins two branches and counts for both
             apart.append(2 * Ring().total_diversity(z) / (branches * channels * (channels - 1)))
             sizes.append(sum(part.square().sum(dim=(1, 2, 3)) for part in z) / (branches * channels))
-            second = carry(z[1], z[0].shape[2:])
-            products.append(torch.bmm(second.flatten(2), z[0].flatten(2).mT).abs())
+            products.append(torch.bmm(carry(z[1], z[0].shape[2:]).flatten(2), z[0].flatten(2).mT).abs())
     scores = torch.cat(products).cpu()
     measured = {
         "average H": torch.cat(alike).cpu(),
@@ -137,7 +135,7 @@ def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: in
         "diagonal dominance": dominance(scores),
     }
     return {
-        **about(run),
+        **describe(run),
         "samples": len(scores),
         "branches": branches,
         "channels": channels,
@@ -148,33 +146,28 @@ def coupling_of(run: Run, machine: Machine, folders: Sequence[Path], samples: in
 
 
 def dominance(scores: Tensor) -> Tensor:
-    """The mean of the diagonal by the mean of the rest, of each (channels, channels) matrix."""
+    """Return the mean on the diagonal divided by the mean off it, for each (channels, channels) matrix."""
     diagonal = scores.diagonal(dim1=1, dim2=2)
-    channels = scores.shape[1]
-    rest = (scores.sum(dim=(1, 2)) - diagonal.sum(dim=1)) / (channels * (channels - 1))
+    rest = (scores.sum(dim=(1, 2)) - diagonal.sum(dim=1)) / (scores[0].numel() - len(scores[0]))
     return diagonal.mean(dim=1) / rest
 
 
 def draw_cloud(axis: Axes, run: dict[str, Any]) -> None:
-    """A point per sample, and a cross that is one standard deviation long to all sides of the mean."""
+    """Draw a point per sample, and a cross at the mean with arms of one standard deviation."""
     across, up = run["summary"]["average D"], run["summary"]["average H"]
     axis.scatter(run["average D"], run["average H"], s=18, color=BLUE, alpha=0.5, linewidth=0)
     axis.errorbar(across["mean"], up["mean"], xerr=across["std"], yerr=up["std"], color=ORANGE, linewidth=2)
     axis.axhline(0, color="0.3", linewidth=0.8)
-    told = (
-        f"average H {up['mean']:.3g} $\\pm$ {up['std']:.2g}, average D {across['mean']:.3g} $\\pm$ {across['std']:.2g}"
-    )
-    axis.set_title(f"{filled(run['title'])}\n{told}", fontsize=11)
+    means = (f"average {name} {n['mean']:.3g} $\\pm$ {n['std']:.2g}" for name, n in (("H", up), ("D", across)))
+    axis.set_title(f"{wrapped(run['title'])}\n{', '.join(means)}", fontsize=11)
     axis.set_xlabel("average D")
     tidy(axis)
 
 
 def draw_map(axis: Axes, rows: list[list[float]]) -> None:
     scores = torch.tensor(rows)
-    picture = axis.imshow(scores.numpy(), cmap="viridis", vmin=0)
-    axis.figure.colorbar(picture, ax=axis, shrink=0.85)
-    ratio = dominance(scores[None]).item()
-    axis.set_title(f"one sample: mean on the diagonal / mean off it = {ratio:.3g}", fontsize=11)
+    axis.figure.colorbar(axis.imshow(scores.numpy(), cmap="viridis", vmin=0), ax=axis, shrink=0.85)
+    axis.set_title(f"one sample: mean on / mean off the diagonal = {dominance(scores[None]).item():.3g}", fontsize=11)
     axis.set(xlabel="channel of branch 1", ylabel="channel of branch 2")
     for side in (axis.xaxis, axis.yaxis):
         whole_numbers(side)
@@ -192,37 +185,34 @@ def perturbation(
     trials: int = 5,
     path: Path | None = None,
 ) -> Figure:
-    """Test accuracy against the size of a perturbation of g, reconstructed or random (figure 3a).
+    """Plot test accuracy against the size of a perturbation of g, reconstructed or random (figure 3a).
 
-    Reconstructed is g - epsilon sign(U^T y), y = W^-T z from the model's own solve for g: by proposition 2 that raises
-    the hidden objective, and the paper finds it to cost far more accuracy than noise. Noise is epsilon or -epsilon with
-    equal chances (as long in every norm), or uniform between them (shorter by the root of 3).
+    The reconstructed perturbation is g - epsilon sign(U^T y), with y = W^-T z from the model's own solve for g. By
+    proposition 2 it raises the hidden objective, and the paper finds that it costs far more accuracy than noise. Noise
+    is epsilon or -epsilon with equal probability (equally large in every norm), or uniform between them (smaller by a
+    factor of the square root of 3).
 
     Args:
-        runs: of models with one branch; each gets a panel of its own.
-        machine: where to solve.
-        folders: to look for data in first.
-        eps: sizes, in units of g.
-        samples: of the test split, random.
-        trials: of each kind of noise; their mean and standard deviation are drawn.
-        path: of the picture, beside which the numbers are written; None writes none.
+        runs: runs of models with one branch; one panel each.
+        eps: perturbation sizes, in units of g.
+        samples: number of random test samples.
+        trials: number of trials of each kind of noise; their mean and standard deviation are drawn.
     """
-    check_rising("eps", eps, lambda size: is_number(size) and size > 0, "numbers above 0")
-    check_whole("samples", samples, 1)
-    check_whole("trials", trials, 2)
-    found = [perturbation_of(run, machine, folders, eps, samples, trials) for run in runs]
-    write_beside(path, {"eps": list(eps), "runs": found})
-    figure, axes = page(1, len(found), height=5.2, sharey=True)
-    for axis, run in zip(axes[0], found, strict=True):
-        looks = looks_of([color for _, color in PERTURBATIONS.values()])
-        for (kind, (label, _)), look in zip(PERTURBATIONS.items(), looks, strict=True):
+    check_rising("eps", eps, above=0)
+    check_counts(samples=(samples, 1), trials=(trials, 2))
+    measured = [perturbation_of(run, machine, folders, eps, samples, trials) for run in runs]
+    write_numbers(path, {"eps": list(eps), "runs": measured})
+    figure, axes = panels(1, len(measured), height=5.2, sharey=True)
+    styles = curve_styles([color for _, color in PERTURBATIONS.values()])
+    for axis, run in zip(axes[0], measured, strict=True):
+        for (kind, (label, _)), style in zip(PERTURBATIONS.items(), styles, strict=True):
             numbers = run["accuracy"][kind]
             shares, spread = [run["clean accuracy"], *numbers["mean"]], [0.0, *numbers["std"]]
-            draw_shares(axis, [0, *eps], shares, spread, label, look)
-        axis.set_title(filled(run["title"]), fontsize=11)
-        axis.set_xlabel(r"$\epsilon$, the size of the perturbation of g")
-        under(axis, columns=1, title=f"random ones: mean and standard deviation of {trials} trials")
-    axes[0][0].set_ylabel(f"accuracy on {found[0]['samples']} test images")
+            draw_shares(axis, [0, *eps], shares, spread, label, style)
+        axis.set_title(wrapped(run["title"]), fontsize=11)
+        axis.set_xlabel(r"size $\epsilon$ of the perturbation of g")
+        legend_below(axis, columns=1, title=f"random: mean and standard deviation of {trials} trials")
+    axes[0][0].set_ylabel(f"accuracy on {measured[0]['samples']} test images")
     return figure
 
 
@@ -230,13 +220,13 @@ def perturbation(
 def perturbation_of(
     run: Run, machine: Machine, folders: Sequence[Path], eps: Sequence[float], samples: int, trials: int
 ) -> dict[str, Any]:
-    """How many samples a model still gets right."""
+    """Measure a model's accuracy for every kind and size of perturbation."""
     trained = open_trained(run, machine)
     model = branch_model(trained)
     cell = model.cell
     if len(cell.sizes) > 1:
         raise ValueError(
-            f"{trained.file}: the model has {len(cell.sizes)} branches; what is perturbed here is what one branch "
+            f"{trained.file}: the model has {len(cell.sizes)} branches; this figure perturbs what a single branch "
             "reconstructs: give a run of an OptEq."
         )
     right = {kind: torch.zeros(1 if kind == "reconstructed" else trials, len(eps)) for kind in PERTURBATIONS}
@@ -245,16 +235,16 @@ def perturbation_of(
         for images, labels in random_batches(run, trained, folders, samples):
             g = model.features(images)
             z = model.branches(g)
-            clean, total = clean + count(model.read(z), labels), total + len(labels)
+            clean, total = clean + count_correct(model.read(z), labels), total + len(labels)
             (y,) = cell.lift(z, *cell.prepare(g))
             for kind, counts in right.items():
                 for trial in counts:
-                    # A trial's direction is the same for every size: curves then differ by the size alone.
+                    # A trial has the same direction for every size, so that curves differ by the size alone.
                     way = cell.reconstructed(0, y).sign() if kind == "reconstructed" else noise(kind, g, generator)
                     for i, size in enumerate(eps):
-                        trial[i] += count(model.classify(g - size * way), labels)
+                        trial[i] += count_correct(model.classify(g - size * way), labels)
     return {
-        **about(run),
+        **describe(run),
         "samples": total,
         "clean accuracy": clean / total,
         "accuracy": {kind: mean_and_std(counts.double() / total) for kind, counts in right.items()},
@@ -262,13 +252,13 @@ def perturbation_of(
 
 
 def noise(kind: str, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform in [-1, 1], or the sign of that; drawn on the CPU, so that every device gets the same."""
+    """Return uniform noise in [-1, 1] or its sign; drawn on the CPU, so that it is the same on every device."""
     drawn = 2 * torch.rand(like.shape, generator=generator, dtype=torch.float64) - 1
     return (drawn.sign() if kind == "bernoulli" else drawn).to(like)
 
 
 def mean_and_std(shares: Tensor) -> dict[str, list[Any]]:
-    """Over the trials, (trials, sizes); of a single one there is no spread."""
+    """Summarise accuracies (trials, sizes) over the trials; the standard deviation of a single trial is 0."""
     std = shares.std(dim=0) if len(shares) > 1 else torch.zeros(shares.shape[1])
     return {"mean": shares.mean(dim=0).tolist(), "std": std.tolist(), "trials": shares.tolist()}
 
@@ -286,38 +276,35 @@ def attack(
     samples: int = 500,
     path: Path | None = None,
 ) -> Figure:
-    """Accuracy under projected gradient descent against the number of its iterations (figure 3b).
+    """Plot accuracy under projected gradient descent against its number of iterations (figure 3b).
 
-    The paper finds that a model trained with perturbed branches loses less. The attack goes by the gradient of the
-    equilibrium itself, whatever rule the model was trained by: one by a single step would flatter the model. It starts
-    at the same random points for every run and number of iterations, and all its steps are of one size.
+    The paper finds that a model trained with perturbed branches loses less accuracy. The attack uses the gradient of
+    the equilibrium itself, whatever the gradient rule of training: the one-step gradient would flatter the model. It
+    starts at the same random points for every run and number of iterations, and uses a fixed step size.
 
     Args:
-        runs: of classifiers with branches; each gets a curve of its own.
-        machine: where to solve.
-        folders: to look for data in first.
-        iterations: how many; 0 is without an attack.
-        radius: of the attack, the largest change of a pixel, which is between 0 and 1.
-        step_size: of one iteration; None is a quarter of the radius.
-        samples: of the test split, random.
-        path: of the picture, beside which the numbers are written; None writes none.
+        runs: runs of classifiers with branches; one curve each.
+        iterations: numbers of iterations; 0 means no attack.
+        radius: maximum change of a pixel, which is between 0 and 1.
+        step_size: step size of an iteration; None for a quarter of the radius.
+        samples: number of random test samples.
     """
-    check_rising("iterations", iterations, lambda n: type(n) is int and n >= 0, "whole numbers of at least 0")
-    check_whole("samples", samples, 1)
-    check_positive("radius", radius)
+    check_rising("iterations", iterations, at_least=0, whole=True)
+    check_counts(samples=(samples, 1))
+    check_number("radius", radius, above=0)
     step_size = radius / 4 if step_size is None else step_size
-    check_positive("step_size", step_size)
+    check_number("step_size", step_size, above=0)
     budget = {"radius": radius, "step_size": step_size}
-    found = [attack_of(run, machine, folders, iterations, budget, samples) for run in runs]
-    write_beside(path, {"iterations": list(iterations), **budget, "runs": found})
-    figure, ((axis,),) = page(1, 1, height=5.4)
-    for run, look in zip(found, looks_of(colors(len(found))), strict=True):
-        draw_shares(axis, iterations, run["accuracy"], run["standard error"], filled(run["title"]), look)
-    in_255ths = f"radius {255 * radius:g}/255, steps of {255 * step_size:g}/255"
-    axis.set(xlabel=f"iterations of the attack ($\\ell_\\infty$, {in_255ths})")
-    axis.set_ylabel(f"accuracy on {found[0]['samples']} test images")
+    measured = [attack_of(run, machine, folders, iterations, budget, samples) for run in runs]
+    write_numbers(path, {"iterations": list(iterations), **budget, "runs": measured})
+    figure, ((axis,),) = panels(1, 1, height=5.4)
+    for run, style in zip(measured, curve_styles(colors(len(measured))), strict=True):
+        draw_shares(axis, iterations, run["accuracy"], run["standard error"], wrapped(run["title"]), style)
+    in_255ths = f"radius {255 * radius:g}/255, step size {255 * step_size:g}/255"
+    axis.set_xlabel(f"iterations of the attack ($\\ell_\\infty$, {in_255ths})")
+    axis.set_ylabel(f"accuracy on {measured[0]['samples']} test images")
     whole_numbers(axis.xaxis)
-    under(axis, columns=1, title="bars: one standard error")
+    legend_below(axis, columns=1, title="bars: one standard error")
     return figure
 
 
@@ -329,7 +316,7 @@ def attack_of(
     budget: Mapping[str, float],
     samples: int,
 ) -> dict[str, Any]:
-    """The share of the samples that a model gets right as they are and after an attack of every length."""
+    """Measure a model's accuracy after an attack of every length."""
     trained = open_trained(run, machine)
     model = branch_model(trained)
     right, total = [0] * len(iterations), 0
@@ -345,57 +332,54 @@ def attack_of(
                 right[i] += int(left.sum())
     shares = [number / total for number in right]
     errors = [standard_error(share, total) for share in shares]
-    return {**about(run), "samples": total, "accuracy": shares, "standard error": errors}
+    return {**describe(run), "samples": total, "accuracy": shares, "standard error": errors}
 
 
 # Figure 3c
 
 
 def augmented(runs: Sequence[Run], folders: Sequence[Path] = (), path: Path | None = None) -> Figure:
-    """Test accuracy of branches coupled by the loss, over the weight gamma of it, beside a coupled model (figure 3c).
+    """Plot test accuracy against the weight gamma of a coupling in the loss, beside a coupled model (figure 3c).
 
-    The paper finds the best gamma better than 0, and a MOptEq better than all.
+    The paper finds the best gamma better than 0, and a MOptEq better than every gamma.
 
     Args:
-        runs: trained to the end: first one of a MOptEq, then those of the task "augmented-classification", one for
-            every gamma, in any order.
-        folders: to look for data in first; it is not measured anew, only counted.
-        path: of the picture, beside which the numbers are written; None writes none.
+        runs: finished runs: first one of a MOptEq, then one of the task "augmented-classification" for every gamma, in
+            any order.
     """
     coupled, *swept = (augmented_of(run, folders) for run in runs)
     if coupled["gamma"] is not None or not swept or None in [run["gamma"] for run in swept]:
         tasks = ", ".join(run["task"] for run in (coupled, *swept))
         raise ValueError(
-            f"the runs are of the tasks {tasks}; the first must be of another one than 'augmented-classification', and "
-            "all others, at least one, of that."
+            f"the runs have the tasks {tasks}; the first must not have the task 'augmented-classification', and one or "
+            "more others must have it."
         )
     swept.sort(key=lambda run: run["gamma"])
     gammas = [run["gamma"] for run in swept]
     if len(set(gammas)) < len(gammas):
-        raise ValueError(f"the runs have the gammas {', '.join(f'{g:g}' for g in gammas)}; each must have its own.")
-    write_beside(path, {"coupled": coupled, "augmented": swept})
-    figure, ((axis,),) = page(1, 1, height=5.4)
+        raise ValueError(f"the runs have the gammas {', '.join(f'{g:g}' for g in gammas)}; all must differ.")
+    write_numbers(path, {"coupled": coupled, "augmented": swept})
+    figure, ((axis,),) = panels(1, 1, height=5.4)
     shares, errors = ([run[key] for run in swept] for key in ("accuracy", "standard error"))
-    draw_shares(axis, range(len(gammas)), shares, errors, filled(swept[0]["title"]), (BLUE, "-", "o"))
+    draw_shares(axis, range(len(gammas)), shares, errors, wrapped(swept[0]["title"]), (BLUE, "-", "o"))
     level, error = coupled["accuracy"], coupled["standard error"]
-    axis.axhline(level, color=ORANGE, linestyle="--", label=filled(coupled["title"]))
+    axis.axhline(level, color=ORANGE, linestyle="--", label=wrapped(coupled["title"]))
     axis.axhspan(level - error, level + error, color=ORANGE, alpha=0.15, linewidth=0)
     axis.set_xticks(range(len(gammas)), [f"{gamma:g}" for gamma in gammas])
-    axis.margins(x=0.08)  # a long number at the end has room
-    axis.set(xlabel=r"$\gamma$, the weight of heritage and diversity in the loss", ylabel="test accuracy")
-    under(axis, columns=1, title="bars and band: one standard error")
+    axis.margins(x=0.08)  # room for a long number at the end
+    axis.set(xlabel=r"weight $\gamma$ of heritage and diversity in the loss", ylabel="test accuracy")
+    legend_below(axis, columns=1, title="bars and band: one standard error")
     return figure
 
 
 def augmented_of(run: Run, folders: Sequence[Path]) -> dict[str, Any]:
-    """The test accuracy with which a run ended, and its gamma if it has one."""
+    """Return the final test accuracy of a run, and its gamma if its task has one."""
     accuracy = ((run.result or {}).get("test") or {}).get("accuracy")
     if accuracy is None:
-        raise ValueError(f"{run.folder} has no test accuracy: is it trained to the end? equipoise resume {run.folder}.")
-    recipe = run.recipe
-    data = data_of(run, recipe, folders)
+        raise ValueError(f"{run.folder} has no test accuracy; if training is unfinished: equipoise resume {run.folder}")
+    recipe, data = run.recipe, data_of(run, run.recipe, folders)
     return {
-        **about(run),
+        **describe(run),
         "task": recipe.task.name,
         "gamma": getattr(build_task(recipe, data.facts(), run.source.where), "gamma", None),
         "samples": len(data.test),
@@ -417,82 +401,56 @@ def diversity(
     evaluations: int = 60,
     path: Path | None = None,
 ) -> Figure:
-    """Residuals for several lambda, by Anderson's method and plain iteration, smooth sign and hard (figure 4a).
+    """Plot residuals for several lambda, using Anderson and plain iteration, smooth and hard signs (figure 4a).
 
-    The weights are those of the run; only lambda and the sign are others. The paper, whose sign is hard, claims that T
-    is a contraction up to about lambda = 1/C. But where two channels are nearly orthogonal the hard sign jumps: it has
-    a floor, a residual that no iteration gets below, the higher the larger lambda is. The paper draws how far the last
-    step went; here it is the residual of T, in float64, so that rounding is not taken for a floor.
+    The weights are those of the run; only lambda and the sign are replaced. The paper, whose sign is hard, claims that
+    T is a contraction up to about lambda = 1/C. But the hard sign jumps where two channels are nearly orthogonal: no
+    iteration gets below a certain residual, which grows with lambda. The paper plots the length of the last step; this
+    figure plots the residual of T in float64, so that rounding errors do not hide the floor.
 
     Args:
-        runs: one, of a model with branches.
-        machine: where to solve.
-        folders: to look for data in first.
-        lambdas: numbers, or "1/C" for one by the number of channels.
-        samples: of the test split, random; their median is drawn, and where the middle 80% lie.
-        batch_size: how many are solved at once.
-        evaluations: of T, the first one at the start.
-        path: of the picture, beside which the numbers are written; None writes none.
+        runs: one run of a model with branches.
+        lambdas: numbers, or "1/C" for the inverse of the number of channels.
+        samples: number of random test samples; their median and the band of the middle 80% are drawn.
+        batch_size: number of samples solved at once.
+        evaluations: number of evaluations of T, the first one at z0.
     """
-    check_solves(samples, batch_size, evaluations)
+    check_counts(samples=(samples, 1), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
     check_lambdas(lambdas)
     if len(runs) != 1:
-        raise ValueError(f"{len(runs)} runs are given; this figure is drawn from one.")
-    found = diversity_of(runs[0], machine, folders, lambdas, samples, batch_size, evaluations)
-    write_beside(path, {"evaluations": evaluations, "run": found})
-    figure, axes = page(2, 2, height=11.4, sharey=True)
-    for axis, panel in zip(axes.flat, found["panels"], strict=True):
-        curves = {rf"$\lambda$ = {name}": curve for name, curve in panel["curves"].items()}
-        draw_residuals(axis, curves, looks_of(shades(len(curves))))
-        axis.set_title(f"{panel['sign']} sign, {panel['solver']}", fontsize=11)
-    finish(axes, columns=2)
-    figure.suptitle(filled(found["title"]), fontsize=12)
-    return figure
-
-
-@torch.no_grad()
-def diversity_of(
-    run: Run,
-    machine: Machine,
-    folders: Sequence[Path],
-    lambdas: Sequence[float | str],
-    samples: int,
-    batch_size: int,
-    evaluations: int,
-) -> dict[str, Any]:
-    trained = open_trained(run, machine)
-    model = branch_model(trained).double()
-    features = features_of(run, trained, folders, samples, batch_size)
-    channels, norm = model.cell.channels, model.certificate().norm
-    values = {lambda_name(entry, channels): 1 / channels if entry == "1/C" else float(entry) for entry in lambdas}
-    panels = []
+        raise ValueError(f"this figure requires one run, got {len(runs)}.")
+    model, features = open_features(runs[0], machine, folders, samples, batch_size)
+    cell, channels, norm = model.cell, model.cell.channels, model.certificate().norm
+    values = {}
+    for entry in lambdas:
+        name, value = (f"1/C = {1 / channels:.3g}", 1 / channels) if entry == "1/C" else (str(entry), float(entry))
+        values[name] = value
+    measured = []
     for name, solver in (("Anderson", solver_of(model, Anderson)), ("plain iteration", Picard())):
         for sign in SIGNS:
             curves = {}
             for label, value in values.items():
-                cell = altered(model.cell, ring=replace(model.cell.ring, diversity=value, sign=sign))
-                curves[label] = {"lambda": value, **residuals(cell, features, solver, evaluations)}
-            panels.append({"solver": name, "options": repr(solver), "sign": sign, "curves": curves})
-    return {
-        **about(run),
+                other = altered(cell, ring=replace(cell.ring, diversity=value, sign=sign))
+                curves[label] = {"lambda": value, **residuals(other, features, solver, evaluations)}
+            measured.append({"solver": name, "options": repr(solver), "sign": sign, "curves": curves})
+    numbers = {
+        **describe(runs[0]),
         "samples": sum(map(len, features)),
         "channels": channels,
         "norm of W": norm,
-        # The bound of a step if signs stayed as they are, which must be below 1 for a contraction.
+        # Bound on a step's factor for fixed signs; a contraction requires it to be below 1.
         "factor": {label: norm**2 * (1 + value * (channels - 1)) for label, value in values.items()},
-        "panels": panels,
+        "panels": measured,
     }
-
-
-def lambda_name(entry: float | str, channels: int) -> str:
-    return f"1/C = {1 / channels:.3g}" if entry == "1/C" else str(entry)
-
-
-def shades(number: int) -> list[Any]:
-    """From dark to light."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.85 * i / max(1, number - 1)) for i in range(number)]
+    write_numbers(path, {"evaluations": evaluations, "run": numbers})
+    figure, axes = panels(2, 2, height=11.4, sharey=True)
+    for axis, panel in zip(axes.flat, measured, strict=True):
+        curves = {rf"$\lambda$ = {name}": curve for name, curve in panel["curves"].items()}
+        draw_curves(axis, curves, curve_styles(shades(len(curves))))
+        axis.set_title(f"{panel['sign']} sign, {panel['solver']}", fontsize=11)
+    finish_residuals(axes, LEVELS, "T", columns=2)
+    figure.suptitle(wrapped(numbers["title"]), fontsize=12)
+    return figure
 
 
 # Figure 4b
@@ -507,81 +465,76 @@ def solvers(
     evaluations: int = 60,
     path: Path | None = None,
 ) -> Figure:
-    """Residuals of a model as it was trained, by several solvers (figure 4b).
+    """Plot residuals of trained models for several solvers (figure 4b).
 
-    Proximal gradient steps move all branches at once (order "jacobi"), the others as the model says; both have the same
-    equilibria. Looks at the objective are not counted as evaluations.
+    Proximal gradient steps update all branches at once (order "jacobi"), the other solvers use the model's order; both
+    have the same equilibria. Evaluations of the objective are not counted.
 
     Args:
-        runs: of models with branches; each gets a panel of its own.
-        machine, folders, samples, batch_size, evaluations, path: as in :func:`diversity`.
+        runs: runs of models with branches; one panel each.
+        samples, batch_size, evaluations: see :func:`diversity`.
     """
-    check_solves(samples, batch_size, evaluations)
-    found = [solvers_of(run, machine, folders, samples, batch_size, evaluations) for run in runs]
-    write_beside(path, {"evaluations": evaluations, "runs": found})
-    figure, axes = page(1, len(found), height=5.8, sharey=True)
-    for axis, run in zip(axes[0], found, strict=True):
-        draw_residuals(axis, run["curves"], looks_of((BLUE, GREEN, ORANGE, PURPLE)))
-        axis.set_title(filled(run["title"]), fontsize=11)
-    finish(axes)
+    check_counts(samples=(samples, 1), batch_size=(batch_size, 1), evaluations=(evaluations, 2))
+    measured = []
+    for run in runs:
+        model, features = open_features(run, machine, folders, samples, batch_size)
+        cell = model.cell
+        methods: dict[str, tuple[Branches, Solver]] = {
+            "Anderson": (cell, solver_of(model, Anderson)),
+            "Broyden": (cell, solver_of(model, Broyden)),
+            "plain iteration": (cell, Picard()),
+            "proximal gradient (jacobi)": (altered(cell, order="jacobi"), ProximalGradient()),
+        }
+        of_run = {
+            **describe(run),
+            "samples": sum(map(len, features)),
+            "sizes": [list(size) for size in cell.sizes],
+            "ring": repr(cell.ring),
+            "solvers": {name: repr(solver) for name, (_, solver) in methods.items()},
+            "curves": {name: residuals(f, features, solver, evaluations) for name, (f, solver) in methods.items()},
+        }
+        measured.append(of_run)
+    write_numbers(path, {"evaluations": evaluations, "runs": measured})
+    figure, axes = panels(1, len(measured), height=5.8, sharey=True)
+    for axis, of_run in zip(axes[0], measured, strict=True):
+        draw_curves(axis, of_run["curves"], curve_styles((BLUE, GREEN, ORANGE, PURPLE)))
+        axis.set_title(wrapped(of_run["title"]), fontsize=11)
+    finish_residuals(axes, LEVELS, "T")
     return figure
 
 
-@torch.no_grad()
-def solvers_of(
-    run: Run, machine: Machine, folders: Sequence[Path], samples: int, batch_size: int, evaluations: int
-) -> dict[str, Any]:
-    trained = open_trained(run, machine)
-    model = branch_model(trained).double()
-    cell, together = model.cell, altered(model.cell, order="jacobi")
-    features = features_of(run, trained, folders, samples, batch_size)
-    ways = {
-        "Anderson": (cell, solver_of(model, Anderson)),
-        "Broyden": (cell, solver_of(model, Broyden)),
-        "plain iteration": (cell, Picard()),
-        "proximal gradient (jacobi)": (together, ProximalGradient()),
-    }
-    return {
-        **about(run),
-        "samples": sum(map(len, features)),
-        "sizes": [list(size) for size in cell.sizes],
-        "ring": repr(cell.ring),
-        "solvers": {name: repr(solver) for name, (_, solver) in ways.items()},
-        "curves": {name: residuals(f, features, solver, evaluations) for name, (f, solver) in ways.items()},
-    }
-
-
-# Parts: what is measured
+# Measuring
 
 
 def branch_model(trained: Trained) -> BranchModel:
     if not isinstance(trained.model, BranchModel):
-        raise ValueError(
-            f"{trained.file}: the model is a {type(trained.model).__name__}; this figure is drawn from an OptEq, "
-            "POptEq or MOptEq."
-        )
+        kind = type(trained.model).__name__
+        raise ValueError(f"{trained.file}: the model is a {kind}; this figure requires an OptEq, POptEq or MOptEq.")
     return trained.model
 
 
 def random_batches(
     run: Run, trained: Trained, folders: Sequence[Path], samples: int, batch_size: int | None = None
 ) -> Iterator[Batch]:
-    """So many samples of a run's test split, prepared: the same random ones every time."""
+    """Return random samples of a run's test split as prepared batches, the same ones on every call."""
     test = data_of(run, trained.recipe, folders).test
-    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
     size = batch_size or trained.recipe.training.evaluation_batch_size
-    return prepared(Subset(test, order[:samples]), trained.task, trained.setting, size)()
+    return prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, size)()
 
 
-def features_of(run: Run, trained: Trained, folders: Sequence[Path], samples: int, batch_size: int) -> list[Tensor]:
-    """g of random samples, in float64, in batches."""
-    model = branch_model(trained)
+@torch.no_grad()
+def open_features(
+    run: Run, machine: Machine, folders: Sequence[Path], samples: int, batch_size: int
+) -> tuple[BranchModel, list[Tensor]]:
+    """Return a run's model and g of random test samples in batches, both in float64."""
+    trained = open_trained(run, machine)
+    model = branch_model(trained).double()
     batches = random_batches(run, trained, folders, samples, batch_size)
-    return [model.features(images.double()) for images, *_ in batches]
+    return model, [model.features(images.double()) for images, *_ in batches]
 
 
 def altered(cell: Branches, **changes: Any) -> Branches:
-    """The same weights in another T."""
+    """Return a T with the same weights and other attributes."""
     other = copy.copy(cell)
     for name, value in changes.items():
         setattr(other, name, value)
@@ -589,128 +542,66 @@ def altered(cell: Branches, **changes: Any) -> Branches:
 
 
 def solver_of(model: BranchModel, kind: type[Solver]) -> Solver:
-    """A solver as in the run, if it is of the kind; else with its defaults."""
+    """Return the run's solver if it is of this class, else one with default options."""
     return model.equilibrium.solver if isinstance(model.equilibrium.solver, kind) else kind()
 
 
+@torch.no_grad()
 def residuals(cell: Branches, features: Sequence[Tensor], solver: Solver, evaluations: int) -> dict[str, Any]:
-    """After each evaluation, over the samples: the median, and between what the middle 80% lie."""
+    """Measure the median residual over the samples after each evaluation, and the band of the middle 80%."""
     layer = Equilibrium(cell, initial=cell.start)
     tolerance = Tolerance(relative=FINEST, max_steps=evaluations, patience=None)
-    found = []
     with quiet_failures():
-        for g in features:
-            statistics, evaluated = traced(layer, cell.prepare(g), None, solver, tolerance)
-            assert statistics.trace is not None
-            rows = torch.empty(evaluations, len(g), dtype=torch.float64)
-            # Each look is as good as it gets until the next: a solver may evaluate T more than once for one, and ends
-            # before the last evaluation when all samples are solved.
-            for place, row in zip([1, *evaluated[1:]], statistics.trace, strict=True):
-                rows[place - 1 :] = row.double().cpu()
-            found.append(rows.nan_to_num(nan=torch.inf))
-    every = torch.cat(found, dim=1)
-    low, middle, high = (every.quantile(share, dim=1, interpolation="nearest").tolist() for share in (0.1, 0.5, 0.9))
-    return {
-        "reached": {f"{level:g}": reached(middle, level) for level in LEVELS},
-        "median": middle,
-        "low": low,
-        "high": high,
-    }
+        traces = [trace_residuals(layer, cell.prepare(g), None, solver, tolerance) for g in features]
+    low, median, high = middle_80(torch.cat([trace.per_evaluation(evaluations) for trace in traces], dim=1))
+    return {"reached": levels_reached(median, LEVELS), "median": median, "low": low, "high": high}
 
 
-def count(logits: Tensor, labels: Tensor) -> int:
-    """How many are right."""
+def count_correct(logits: Tensor, labels: Tensor) -> int:
     return int((logits.argmax(1) == labels).sum())
 
 
 def standard_error(share: float, samples: int) -> float:
-    """Of a share of so many samples."""
+    """Return the standard error of a share measured on a number of samples."""
     return math.sqrt(share * (1 - share) / samples)
 
 
-# Parts: what is drawn
-
-
-def filled(title: str) -> str:
-    """A title in lines of a panel's width."""
-    return plain(textwrap.fill(title, 55))
-
-
-def looks_of(colors: Sequence[Any]) -> list[Look]:
-    return [(color, STYLES[i % len(STYLES)], MARKERS[i % len(MARKERS)]) for i, color in enumerate(colors)]
+# Drawing
 
 
 def draw_shares(
-    axis: Axes, at: Sequence[float], shares: Sequence[float], spread: Sequence[float], label: str, look: Look
+    axis: Axes, at: Sequence[float], shares: Sequence[float], spread: Sequence[float], label: str, style: CurveStyle
 ) -> None:
-    """A curve of accuracies, with bars of one spread to both sides."""
-    color, style, marker = look
-    axis.errorbar(
-        at, shares, yerr=spread, linestyle=style, marker=marker, color=color, markersize=5, capsize=2, label=label
-    )
-    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    """Draw a curve of accuracies with error bars."""
+    color, line, marker = style
+    markers = {"marker": marker, "markersize": 5, "capsize": 2}
+    axis.errorbar(at, shares, yerr=spread, linestyle=line, color=color, label=label, **markers)
+    percentages(axis)
 
 
-def draw_residuals(axis: Axes, curves: Mapping[str, Any], looks: Sequence[Look]) -> None:
-    """Medians, and where the middle 80% of the samples lie."""
-    for (name, curve), (color, style, marker) in zip(curves.items(), looks, strict=True):
-        low, middle, high = ([max(r, FINEST) for r in curve[key]] for key in ("low", "median", "high"))
-        at = range(1, len(middle) + 1)
-        counts = " / ".join("-" if count is None else str(count) for count in curve["reached"].values())
-        axis.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
-        every = max(1, len(middle) // 8)
-        label = f"{name}: {counts}; {curve['median'][-1]:.1g}"
-        axis.plot(at, middle, style, color=color, marker=marker, markersize=5, markevery=every, label=label)
+def draw_curves(axis: Axes, curves: Mapping[str, Any], styles: Sequence[CurveStyle]) -> None:
+    """Draw medians with the band of the middle 80% of the samples."""
+    for (name, curve), style in zip(curves.items(), styles, strict=True):
+        low, median, high = ([max(r, FINEST) for r in curve[key]] for key in ("low", "median", "high"))
+        draw_residuals(axis, name, median, style, (low, high), counts=curve["reached"])
 
 
-def finish(axes: Any, columns: int = 1) -> None:
-    """One logarithmic scale for all panels, and a legend below each."""
-    drawn = [height for axis in axes.flat for height in heights(axis) if height < 1e3]  # what diverges leaves the panel
-    decades(axes.flat[0], "y", drawn)
-    for row in axes:
-        row[0].set_ylabel(r"relative residual  $\|T(z)-z\| \,/\, \|T(z)\|$")
-    levels = " / ".join(f"{level:g}" for level in LEVELS)
-    for axis in axes.flat:
-        axis.set_xlabel("evaluations of T")
-        whole_numbers(axis.xaxis)
-        under(axis, columns, title=f"evaluations until the residual is {levels}; what it is at the end")
+# Checks of options
 
 
-# Parts: what is allowed
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
-
-
-def check_positive(name: str, value: Any) -> None:
-    if not is_number(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
-
-
-def check_rising(name: str, values: Any, allowed: Callable[[Any], bool], sentence: str) -> None:
-    """A list of numbers, each above the last."""
-    right = isinstance(values, list | tuple) and len(values) > 0 and all(map(allowed, values))
-    if not right or any(a >= b for a, b in itertools.pairwise(values)):
-        raise ValueError(f"{name} is {values!r}; it must be a list of {sentence}, each above the one before it.")
+def check_rising(name: str, values: Any, **bounds: Any) -> None:
+    """Raise ValueError unless an option is a list of increasing numbers within bounds."""
+    if not isinstance(values, list | tuple) or not values:
+        raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
+    for i, value in enumerate(values):
+        check_number(f"{name}[{i}]", value, **bounds)
+    if any(a >= b for a, b in itertools.pairwise(values)):
+        raise ValueError(f"{name} must be increasing, got {values!r}.")
 
 
 def check_lambdas(lambdas: Any) -> None:
-    if not isinstance(lambdas, list | tuple) or not lambdas:
-        raise ValueError(f"lambdas is {lambdas!r}; it must be a list of numbers of at least 0, or '1/C' among them.")
-    for entry in lambdas:
-        if entry != "1/C" and not (is_number(entry) and entry >= 0):
-            raise ValueError(f"lambdas has {entry!r}; allowed: numbers of at least 0, and '1/C'.")
-    if len(set(lambdas)) < len(lambdas):
-        raise ValueError(f"lambdas is {lambdas!r}; each must be there once.")
-
-
-def check_solves(samples: Any, batch_size: Any, evaluations: Any) -> None:
-    check_whole("samples", samples, 1)
-    check_whole("batch_size", batch_size, 1)
-    check_whole("evaluations", evaluations, 2)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(lambdas, list | tuple) or not 0 < len(set(map(str, lambdas))) == len(lambdas):
+        raise ValueError(f"lambdas must be a list of distinct numbers or '1/C', got {lambdas!r}.")
+    for i, entry in enumerate(lambdas):
+        if entry != "1/C":
+            check_number(f"lambdas[{i}] (if not '1/C')", entry, at_least=0)

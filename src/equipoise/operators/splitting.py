@@ -2,7 +2,7 @@
 
 With s = prox_f, z is the equilibrium if and only if 0 is in F(z) + G(z), F(z) = (I - W) z - b, G the subdifferential of
 f (theorem 1). The resolvent of F is (I + alpha (I - W))^-1 (z + alpha b), that of G is prox_f^alpha; the methods here
-apply them in turn. Iterates are those at which the residual of f itself comes for nothing: after the resolvent of F,
+apply them in turn. Iterates are chosen so that the residual of f itself costs nothing: after the resolvent of F,
 W z + b is known without a product with W.
 
 E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020); E. K. Ryu, S. Boyd, "Primer on monotone
@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from equipoise.options import options, require
-from equipoise.problem.function import Problem
+from equipoise.operators.acceleration import Acceleration
+from equipoise.operators.base import MonotoneOperator
+from equipoise.operators.structure import Splitting
+from equipoise.options import option, options, require
 from equipoise.problem.layout import is_zero
-from equipoise.solvers.acceleration import Acceleration
+from equipoise.problem.problem import Problem
 from equipoise.solvers.base import Solver, State
-from equipoise.solvers.structure import Splitting
 
 
 @dataclass
@@ -35,36 +35,28 @@ class SplittingState(State):
 
 
 class SplittingSolver(Solver):
-    """A solver that needs to see the structure of f."""
+    """A solver that works with W and s."""
 
-    structured = True
+    needs = Splitting
     alpha: float | str
 
-    def check_alpha(self) -> None:
+    def __post_init__(self) -> None:
         if isinstance(self.alpha, str):
             require(self, "alpha", among=("auto",))
         else:
             require(self, "alpha", above=0.0)
 
-    def structure(self, problem: Problem) -> tuple[Splitting, float]:
-        """What f shows, and the step to use."""
-        split = problem.splitting()
-        if split is None:
-            raise TypeError(
-                f"{type(self).__name__} needs to see z = s(W z + b) in f, and f shows no such structure: make f an "
-                "equipoise.operators.MonotoneProblem(operator, activation), or solve by Anderson, Broyden or Picard."
-            )
+    def split(self, problem: Problem) -> tuple[Splitting, float]:
+        """Return the structure of f and the step size."""
+        split = self.structure(problem, Splitting)
         if self not in split.alphas:
-            if isinstance(self.alpha, str):
-                alpha = self.automatic(split.operator)
-                # No step suits weights that are not finite, or that overflow: any shows that f is not finite either.
-                split.alphas[self] = alpha if 0 < alpha < math.inf else 1.0
-            else:
-                split.alphas[self] = float(self.alpha)
+            alpha = self.automatic(split.operator) if isinstance(self.alpha, str) else float(self.alpha)
+            # No step size suits weights that are not finite or overflow: any shows that f is not finite either.
+            split.alphas[self] = alpha if 0 < alpha < math.inf else 1.0
         return split, split.alphas[self]
 
     def begin(self, split: Splitting, z: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z, f(z) and W z + b to start from: z0, or 0 for samples whose equilibrium that is.
+        """Return z, f(z) and W z + b to start from: z0, or 0 for samples whose equilibrium is 0.
 
         0 is the equilibrium exactly when s(b) = 0. From elsewhere, iterates only tend to it: f(z) may be 0 long before
         z is, and no relative tolerance would ever be met.
@@ -77,11 +69,11 @@ class SplittingSolver(Solver):
         return z, image, split.preactivation(z)
 
     def companion(self, state: SplittingState) -> Tensor:
-        return state.pre  # at the equilibrium it tells the backward pass the slope of s
+        return state.pre  # at the equilibrium it determines the slope of s for the backward pass
 
     @abstractmethod
-    def automatic(self, operator: Any) -> float:
-        """The step that suits the operator."""
+    def automatic(self, operator: MonotoneOperator) -> float:
+        """Return the step size that suits the operator."""
 
 
 @options
@@ -89,7 +81,7 @@ class ForwardBackward(SplittingSolver):
     """z <- prox_f^alpha(z - alpha F(z)): a damped step of f (eq. 6, algorithm 1). Converges for alpha < 2 m / L^2.
 
     Args:
-        alpha: the step; "auto" is m / L^2 with a bound L of ||I - W||, where convergence is certain.
+        alpha: step size; "auto" is m / L^2 with a bound L of ||I - W||, for which convergence is certain.
 
     Example:
         >>> eq.fixed_point(eq.operators.MonotoneProblem(op, "relu"), z0, bias, solver=eq.ForwardBackward(0.1))
@@ -97,19 +89,16 @@ class ForwardBackward(SplittingSolver):
 
     alpha: float | str = "auto"
 
-    def __post_init__(self) -> None:
-        self.check_alpha()
-
-    def automatic(self, operator: Any) -> float:
-        bound = operator.lipschitz_bound()
-        return operator.m / bound / bound  # the square may overflow
+    def automatic(self, operator: MonotoneOperator) -> float:
+        largest = operator.lipschitz_bound()
+        return operator.m / largest / largest  # the square may overflow
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> SplittingState:
-        split, _ = self.structure(problem)
+        split, _ = self.split(problem)
         return SplittingState(*self.begin(split, z, image))
 
     def step(self, problem: Problem, state: SplittingState) -> SplittingState:
-        split, alpha = self.structure(problem)
+        split, alpha = self.split(problem)
         z = split.activation.prox(torch.lerp(state.z, state.pre, alpha), alpha)
         problem.count.add(len(z))
         pre = split.preactivation(z)
@@ -135,21 +124,21 @@ class ReflectionSolver(SplittingSolver):
     relaxation: float
     memory: int
 
-    def automatic(self, operator: Any) -> float:
-        # The best step for a symmetric I - W with eigenvalues between m and L is the inverse of sqrt(m L), a size in
-        # the middle. Few eigenvalues of real operators are near either end, so that means belong into that size: equal
-        # to the best step, or within an iteration or two, on random and trained operators of every kind.
+    def automatic(self, operator: MonotoneOperator) -> float:
+        # The best step size for a symmetric I - W with eigenvalues between m and L is 1 / sqrt(m L). Few eigenvalues of
+        # real operators are near either end, so a mean size works better: equal to the best step size, or within an
+        # iteration or two, on random and trained operators of every kind.
         return 1 / operator.typical_size()
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
-        # What u would be if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
-        split, alpha = self.structure(problem)
+        # The u of z if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
+        split, alpha = self.split(problem)
         z, image, pre = self.begin(split, z, image)
         u = torch.lerp(z, pre, alpha)
         return ReflectionState(z, image, pre, u, Acceleration.start(u, self.memory) if self.memory else None)
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
-        split, alpha = self.structure(problem)
+        split, alpha = self.split(problem)
         problem.count.add(len(state.z))
         half = split.activation.reflect(state.u, alpha)
         z = split.solve(torch.add(half, split.bias, alpha=alpha), alpha)
@@ -167,34 +156,30 @@ class PeacemanRachford(ReflectionSolver):
     """Peaceman-Rachford splitting (eq. 7, algorithm 2): converges for every alpha > 0 when I - W >= m I.
 
     Args:
-        alpha: the step, which sets the rate and not the result; "auto" is near the best for the weights as
-            they are: the inverse of a size between the smallest and the largest of I - W.
-        memory: differences kept by a safeguarded Anderson acceleration of u; 0 is none. The equilibrium is still
-            reached from everywhere, the linear rate is no longer promised.
+        alpha: step size, which affects the rate but not the result; "auto" is near the best for the current weights:
+            the inverse of a size between the smallest and the largest of I - W.
+        memory: number of differences kept by a safeguarded Anderson acceleration of u; 0 disables it. Convergence from
+            everywhere is still guaranteed, its linear rate is not.
 
     Example:
         >>> eq.Equilibrium(eq.operators.MonotoneProblem(op, "relu"), initial=op.shape, solver=eq.PeacemanRachford())
     """
 
     alpha: float | str = "auto"
-    memory: int = 0
+    memory: int = option(default=0, at_least=0, whole=True)
 
     @property
     def relaxation(self) -> float:  # type: ignore[override]
         return 1.0
 
-    def __post_init__(self) -> None:
-        self.check_alpha()
-        require(self, "memory", at_least=0, whole=True)
-
 
 @options
 class DouglasRachford(ReflectionSolver):
-    """Douglas-Rachford splitting, relaxed: the average of Peaceman-Rachford's step with none.
+    """Relaxed Douglas-Rachford splitting: the average of no step and Peaceman-Rachford's.
 
     Args:
         alpha: as in :class:`PeacemanRachford`.
-        relaxation: the share of the step; 1/2 is the method itself, 1 is Peaceman-Rachford.
+        relaxation: fraction of the step; 1/2 is the method itself, 1 is Peaceman-Rachford.
         memory: as in :class:`PeacemanRachford`.
 
     Example:
@@ -202,10 +187,5 @@ class DouglasRachford(ReflectionSolver):
     """
 
     alpha: float | str = "auto"
-    relaxation: float = 0.5
-    memory: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_alpha()
-        require(self, "relaxation", above=0.0, at_most=1.0)
-        require(self, "memory", at_least=0, whole=True)
+    relaxation: float = option(default=0.5, above=0.0, at_most=1.0)
+    memory: int = option(default=0, at_least=0, whole=True)

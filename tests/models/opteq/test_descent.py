@@ -319,18 +319,18 @@ def test_names_in_recipes():
 def test_an_f_without_an_objective_is_refused(solver):
     name, x = type(solver).__name__, torch.rand(2, 3)
     for f in (lambda z, x: torch.tanh(z / 2 + x), nn.Bilinear(3, 3, 3)):
-        with pytest.raises(TypeError, match=f"{name} goes downhill on the objective behind f, .*Anderson"):
+        with pytest.raises(TypeError, match=f"{name} needs an f that minimises an objective.*Anderson"):
             eq.fixed_point(f, torch.zeros(2, 3), x, solver=solver)
 
 
 @each_method
 def test_what_minimises_no_objective_is_refused(solver):
-    name, cell = type(solver).__name__, cell_of(order="gauss-seidel")
-    with pytest.raises(ValueError, match=f"{name} cannot solve this f: order is 'gauss-seidel'.*order='jacobi'"):
+    cell = cell_of(order="gauss-seidel")
+    with pytest.raises(ValueError, match="order is 'gauss-seidel', and a descent solver .*order='jacobi'"):
         run(cell, inputs_of(cell), solver)
     cell = cell_of(perturb="train")
     inputs = inputs_of(cell)
-    with pytest.raises(ValueError, match=f"{name} cannot solve this f: perturb is 'train'.*perturb='off'"):
+    with pytest.raises(ValueError, match="perturb is 'train', .*perturb='off'"):
         run(cell, inputs, solver)
     assert run(cell.eval(), inputs, solver).converged.all()
 
@@ -341,7 +341,7 @@ def test_the_backward_system_is_refused(solver):
     x = tuple(part.requires_grad_() for part in inputs_of(cell)[0])
     layer = eq.Equilibrium(cell, initial=cell.start, solver=solver, gradient=eq.ImplicitGradient(solver=solver))
     value = layer(x, inputs_of(cell)[1])
-    with pytest.raises(TypeError, match="goes downhill on the objective behind f"):
+    with pytest.raises(TypeError, match="needs an f that minimises an objective"):
         value[0].sum().backward()
 
 

@@ -1,27 +1,25 @@
-"""Anderson acceleration of a contraction, with a safeguard: never further away than the plain iteration allows.
+"""Safeguarded Anderson acceleration of a contraction: a point is kept only if its gap decreases.
 
-A. Zhang, B. O'Donoghue, S. Boyd, "Globally convergent type-I Anderson acceleration for nonsmooth fixed-point
-iterations" (2020) has the idea of the safeguard; the differences are combined as in :class:`Anderson` of type II.
+The safeguard follows A. Zhang, B. O'Donoghue, S. Boyd, "Globally convergent type-I Anderson acceleration for nonsmooth
+fixed-point iterations" (2020); differences are combined as in :class:`Anderson` of type II.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from equipoise.problem.layout import select
+from equipoise.problem.layout import row_norms, select
 from equipoise.solvers.anderson import Anderson
-from equipoise.tolerance import row_norms
 
 ENOUGH = 0.99  # an accelerated point is kept if its gap is below this fraction of the last one kept
 
 
 @dataclass
 class Acceleration:
-    """What is remembered of u -> T(u), per sample: the last point kept, and differences between points kept."""
+    """The last point kept of u -> T(u), per sample, and the differences between points kept."""
 
     u: Tensor
     image: Tensor
@@ -32,12 +30,12 @@ class Acceleration:
     memory: int
 
     @classmethod
-    def start(cls, u: Tensor, memory: int) -> Acceleration:
+    def start(cls, u: Tensor, memory: int) -> Self:
         infinite = u.new_full((len(u),), torch.inf)
         return cls(u, u, infinite, torch.ones_like(infinite, dtype=torch.bool), [], [], memory)
 
     def next(self, u: Tensor, image: Tensor) -> Tensor:
-        """Enter T(u) = image; returns the next point to evaluate."""
+        """Enter T(u) = image and return the next point to evaluate."""
         gap = image - u
         size = row_norms(gap)
         first = torch.isinf(self.size)
@@ -45,11 +43,11 @@ class Acceleration:
         new, where = (keep & ~first)[:, None], keep[:, None]
         dgap = gap - (self.image - self.u)
         self.moves.append(torch.where(new, image - self.image, 0.0))
-        self.gaps.append(torch.where(new, dgap, 0.0))  # a difference of length 0 takes no part
+        self.gaps.append(torch.where(new, dgap, 0.0))  # a zero difference has no effect
         del self.moves[: -self.memory], self.gaps[: -self.memory]
         self.u, self.image = torch.where(where, u, self.u), torch.where(where, image, self.image)
         self.size = torch.where(keep, size, self.size)
-        self.plain = ~keep  # after a point that is not kept, the plain step from the last one that is
+        self.plain = ~keep  # a rejected point is followed by the plain step from the last one kept
         gram = torch.stack([torch.stack([(a * b).sum(dim=1) for b in self.gaps], 1) for a in self.gaps], 1)
         current = self.image - self.u
         right = torch.stack([(a * current).sum(dim=1) for a in self.gaps], 1)
@@ -59,7 +57,7 @@ class Acceleration:
             point -= weights[:, j : j + 1] * move
         return torch.where(torch.isfinite(point).all(dim=1, keepdim=True), point, self.image)
 
-    def take(self, rows: Tensor) -> Acceleration:
+    def take(self, rows: Tensor) -> Self:
         return dataclasses.replace(
             self,
             **{name: select(getattr(self, name), rows) for name in ("u", "image", "size", "plain")},

@@ -1,0 +1,1 @@
+"""Run folders, and trained models opened from them."""
