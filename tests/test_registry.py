@@ -15,8 +15,9 @@ from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.recipes.reading import Where
 from equipoise.lab.results.reproduce import figure_functions
+from equipoise.lab.trust import ANYTHING
 from equipoise.models import MODELS, create_model, list_models
-from equipoise.registry import ANYTHING, MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
+from equipoise.registry import MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS
 from equipoise.tasks.robustness import ATTACKS
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import equipoise
 from equipoise.command_start import end_quietly
 from equipoise.lab.format import format_metric, printable, printable_text
+from equipoise.lab.trust import Trust, UntrustedName
 from equipoise.options import UnknownOption, did_you_mean
-from equipoise.registry import MissingPackage, Trust, UntrustedName
+from equipoise.registry import MissingPackage
 
 if TYPE_CHECKING:
     from equipoise.lab.results.certify import Certified

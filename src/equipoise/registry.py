@@ -1,8 +1,7 @@
 """Look things up by name: those of the package, and those of the user.
 
 A table maps names to ``"module:Name"``, imported on first use; a thing outside the package is named by such a string
-directly. Importing a module runs it, so a name that was read from a file needs the caller's permission
-(:class:`Trust`) before anything is imported.
+directly.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -22,88 +19,8 @@ from equipoise.options import UnknownOption as UnknownOption  # raised by check_
 from equipoise.options import refuse_unknown, unknown
 
 
-@dataclass(frozen=True)
-class Trust:
-    """Which modules outside the package may be imported by name, and the folders to find them in.
-
-    Args:
-        modules: exact module names: "pkg" does not include "pkg.nets". None allows every module.
-        folders: folders to search, after everything that is installed.
-    """
-
-    modules: frozenset[str] | None = frozenset()
-    folders: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, modules: str | Iterable[str] | Trust) -> Trust:
-        """Return the trust that a caller expresses by naming one module or several."""
-        if isinstance(modules, Trust):
-            return modules
-        names = [modules] if isinstance(modules, str) else list(modules)
-        for name in names:
-            if not isinstance(name, str) or not is_module_name(name):
-                raise ValueError(f"trust is {name!r}; it must be a module name, such as 'my_module' or 'pkg.nets'.")
-        return cls(frozenset(names))
-
-    def including(self, *modules: str) -> Trust:
-        return self if self.modules is None else replace(self, modules=self.modules | set(modules))
-
-    def looking_in(self, *folders: str) -> Trust:
-        return replace(self, folders=folders)
-
-    def allows(self, module: str) -> bool:
-        return self.modules is None or module in self.modules
-
-    def look(self, module: str) -> None:
-        """Make the folders importable for ``module``, which is allowed.
-
-        One of the folders may have been chosen by the file that was loaded. So only folders that hold a trusted module
-        become importable, and a module found in two of them is rejected: the file must not decide which one runs.
-        """
-        if self.modules is None:
-            if self.folders:
-                look_in(*self.folders)
-            return
-        importlib.invalidate_caches()  # a module may have been written a moment ago
-        trusted = {name.partition(".")[0] for name in self.modules}
-        look_in(*(folder for folder in self.folders if any(spec_in(folder, name) for name in trusted)))
-        top = module.partition(".")[0]
-        places = {place for folder in self.folders if (place := spec_in(folder, top))}
-        if len(places) > 1 and top not in sys.modules and spec_in(None, top) in places:
-            either = " and ".join(sorted(places))
-            raise UnknownName(f"there are two modules {top!r}, {either}: remove or rename one of them.")
-
-    def place(self, module: str) -> str:
-        """Return the file that a module would be imported from, without importing it; empty if it is not found."""
-        top = module.partition(".")[0]
-        return next((spec for folder in (None, *self.folders) if (spec := spec_in(folder, top))), "")
-
-
-ANYTHING = Trust(None)  # for names that the user typed: in Python, on the command line or in a recipe
-NOTHING = Trust()
-_trust: ContextVar[Trust] = ContextVar("trust", default=ANYTHING)
-
-
-@contextmanager
-def trusting(trust: Trust) -> Iterator[None]:
-    """Look up names under this trust inside the block, including those that a constructor looks up."""
-    before = _trust.set(trust)
-    try:
-        yield
-    finally:
-        _trust.reset(before)
-
-
 def is_module_name(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
-
-
-def spec_in(folder: str | None, module: str) -> str:
-    """Return where a top-level module is in a folder (None: on Python's path); empty if it is not there."""
-    if not module.isidentifier():
-        return ""
-    spec = PathFinder.find_spec(module, None if folder is None else [str(Path(folder).resolve())])
-    return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 class Registry:
@@ -129,7 +46,7 @@ class Registry:
         return iter(self.entries)
 
     def __getitem__(self, name: str) -> Any:
-        """Return what a name stands for; ``"my_module:MyName"`` comes from outside the package, if it is trusted."""
+        """Return what a name stands for; ``"my_module:MyName"`` is taken from outside the package."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a {self.kind} is {name!r}; it must be a string.")
         if name in self.entries:
@@ -140,36 +57,33 @@ class Registry:
                 raise
         if ":" not in name:
             raise UnknownName(unknown(self.kind, name, self.entries) + f" Your own: {self.kind} = 'my_module:MyName'.")
-        trust, module = _trust.get(), name.partition(":")[0]
-        if not trust.allows(module):
-            raise UntrustedName([(self.kind, name)], trust)
-        trust.look(module)
-        thing = imported(name, self.kind, name)
-        self.check(thing, name, trust)
-        return thing
+        return _outside.get()(self, name)
 
-    def check(self, thing: object, name: str, trust: Trust) -> None:
-        """Reject a thing from outside the package that is of another kind, before it is called.
+    def outside(self, name: str) -> Any:
+        """Return a thing from outside the package, or raise if it is of another kind."""
+        thing, base = imported(name, self.kind, name), self.base
+        if base is not None and isinstance(thing, type) and issubclass(thing, base):
+            return thing
+        if self.functions and callable(thing):
+            return thing
+        derived = (
+            f"class derived from {base.__module__}.{base.__qualname__}" if base and not self.functions else "function"
+        )
+        raise WrongKind(f"{self.kind} {name!r} is {thing!r}; it must be a {derived}.")
 
-        A trusted module may itself have imported anything, including ``os.system``. So a function named in a file must
-        be defined in a trusted module and declare in its annotation that it returns the right class.
-        """
-        base, given = self.base, f"{self.kind} {name!r} is {thing!r}"
-        if base is not None:
-            if isinstance(thing, type) and issubclass(thing, base):
-                return
-            if not self.functions:
-                raise WrongKind(f"{given}; it must be a class derived from {base.__module__}.{base.__qualname__}.")
-        if trust.modules is None and callable(thing):
-            return
-        if not inspect.isfunction(thing) or not trust.allows(thing.__module__):
-            raise WrongKind(f"{given}; it must be a function defined in a trusted module.")
-        returns = inspect.get_annotations(thing).get("return")
-        if base and returns is not base and str(returns).rpartition(".")[2].strip("'\"") != base.__name__:
-            raise WrongKind(
-                f"{self.kind} {name!r} does not declare that it returns a {base.__name__}, as a function named in a "
-                f"file must: def {thing.__name__}(...) -> {base.__name__}."
-            )
+
+# How names from outside the package are looked up; equipoise.lab.trust restricts it for names read from files.
+_outside: ContextVar[Callable[[Registry, str], Any]] = ContextVar("outside", default=Registry.outside)
+
+
+@contextmanager
+def looking_up(outside: Callable[[Registry, str], Any]) -> Iterator[None]:
+    """Look up names from outside the package by ``outside(registry, name)`` inside the block."""
+    token = _outside.set(outside)
+    try:
+        yield
+    finally:
+        _outside.reset(token)
 
 
 class UnknownName(LookupError):
@@ -178,25 +92,6 @@ class UnknownName(LookupError):
 
 class WrongKind(UnknownName):
     """Raised for a name that stands for another kind of thing."""
-
-
-class UntrustedName(ValueError):
-    """Raised when a loaded file names code from outside the package that the caller has not trusted.
-
-    ``modules`` are the modules to trust; ``reason`` is the message without the remedy (Python and the CLI differ).
-    """
-
-    def __init__(self, names: Iterable[tuple[str, str]], trust: Trust, file: str = ""):
-        self.names, self.trust = list(dict.fromkeys(names)), trust
-        self.modules = list(dict.fromkeys(name.partition(":")[0] for _, name in self.names))
-        named = ", ".join(f"{kind} {name!r}" for kind, name in self.names)
-        places = ", ".join(f"{module} ({trust.place(module) or 'not found here'})" for module in self.modules)
-        self.reason = (
-            f"{file or 'a loaded file'} names code from outside the package: {named}. Nothing was imported. "
-            f"If you trust {places}, which may do anything when imported,"
-        )
-        trusted = self.modules[0] if len(self.modules) == 1 else tuple(self.modules)
-        super().__init__(f"{self.reason} pass trust={trusted!r}.")
 
 
 class MissingPackage(ImportError):

@@ -32,7 +32,7 @@ from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import this_machine
 from equipoise.lab.training.sweeps import described
-from equipoise.registry import ANYTHING
+from equipoise.lab.trust import ANYTHING
 from official_files import (
     BATCHES,
     COARSE,

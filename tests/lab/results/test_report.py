@@ -32,7 +32,7 @@ from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run, create, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import train_recipe
-from equipoise.registry import ANYTHING, NOTHING
+from equipoise.lab.trust import ANYTHING, NOTHING
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
     pytest.importorskip(package)

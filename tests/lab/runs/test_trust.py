@@ -16,7 +16,8 @@ from equipoise.cli import main, parser
 from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
-from equipoise.registry import ANYTHING, NOTHING, Registry, Trust, UnknownName, UntrustedName, WrongKind, trusting
+from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName, trusting
+from equipoise.registry import Registry, UnknownName, WrongKind
 from lab_helpers import latest, run, train, write_recipe
 
 EVIL = "from pathlib import Path\nPath('exploded').touch()\ndef go(*args, **options): ...\nclass Net: ...\n"
@@ -217,9 +218,9 @@ def test_a_trusted_model_is_loaded(copy, place, capsys):
         ("task", "helpful:Net", "it must be a class derived from equipoise.tasks.base.Task"),
         ("optimizer", "helpful:Plain", "it must be a class derived from torch.optim.optimizer.Optimizer"),
         ("schedule", "helpful:unsaid", "does not declare that it returns a LRScheduler"),
-        ("schedule", "helpful:Plain", "it must be a function defined in a trusted module"),
-        ("data", "helpful:system", "it must be a function defined in a trusted module"),
-        ("data", "helpful:run", "it must be a function defined in a trusted module"),
+        ("schedule", "helpful:Plain", "it must be a function from a trusted module"),
+        ("data", "helpful:system", "it must be a function from a trusted module"),
+        ("data", "helpful:run", "it must be a function from a trusted module"),
         ("data", "helpful:sneaky", "does not declare that it returns a DataSet"),
         (
             "data",
@@ -227,7 +228,7 @@ def test_a_trusted_model_is_loaded(copy, place, capsys):
             "does not declare that it returns a DataSet, as a function named in a file must",
         ),
         ("data", "helpful:other", "does not declare that it returns a DataSet"),
-        ("data", "helpful:Plain", "it must be a function defined in a trusted module"),
+        ("data", "helpful:Plain", "it must be a function from a trusted module"),
     ],
 )
 def test_a_trusted_module_gives_only_what_is_of_the_right_kind(copy, capsys, section, name, words):
@@ -378,5 +379,5 @@ def test_outside_of_any_file_everything_is_the_users_own_word():
     with trusting(Trust.of("shlex")):
         assert parts["shlex:join"] is shlex.join
         assert issubclass(WrongKind, UnknownName)
-        with pytest.raises(WrongKind, match="it must be a function defined in a trusted module"):
+        with pytest.raises(WrongKind, match="it must be a function from a trusted module"):
             parts["shlex:os"]

@@ -19,9 +19,10 @@ from equipoise.lab.data import DATA_SETS, FACTS, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.recipes.reading import RecipeError, RecipeFile, Where
 from equipoise.lab.recipes.schema import Named, Recipe
+from equipoise.lab.trust import Trust, UntrustedName, trusting
 from equipoise.models import MODELS
 from equipoise.options import UnknownOption
-from equipoise.registry import Registry, Trust, UnknownName, UntrustedName, call, check_options, parameters, trusting
+from equipoise.registry import Registry, UnknownName, call, check_options, parameters
 from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance

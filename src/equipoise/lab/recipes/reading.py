@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from equipoise.lab.recipes.schema import FigureSpec, Named, Paper, Phase, Recipe, TableSpec
+from equipoise.lab.trust import ANYTHING, NOTHING, Trust
 from equipoise.options import nearest, unknown
-from equipoise.registry import ANYTHING, NOTHING, Trust
 from equipoise.tolerance import Tolerance
 
 KeyPath = tuple[str, ...]  # of a key in nested tables and lists: ("phases", "0", "epochs")

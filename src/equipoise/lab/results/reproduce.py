@@ -31,18 +31,8 @@ from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
 from equipoise.lab.training.trainer import Stopped
-from equipoise.registry import (
-    ANYTHING,
-    NOTHING,
-    Registry,
-    Trust,
-    UnknownName,
-    UntrustedName,
-    call,
-    check_options,
-    parameters,
-    trusting,
-)
+from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName, trusting
+from equipoise.registry import Registry, UnknownName, call, check_options, parameters
 
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
 # The shape of reproduce.json and figure.json.

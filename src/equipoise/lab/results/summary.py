@@ -16,7 +16,7 @@ from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import Evaluation, evaluate, parameter_count
-from equipoise.registry import UntrustedName
+from equipoise.lab.trust import UntrustedName
 
 
 @dataclass(frozen=True)

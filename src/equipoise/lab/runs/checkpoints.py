@@ -29,8 +29,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
 from equipoise.lab.recipes.reading import SAVED, RecipeError, key_paths, looked_up
 from equipoise.lab.runs.folder import BEST
+from equipoise.lab.trust import UntrustedName
 from equipoise.models.parts.images import Normalize
-from equipoise.registry import MissingPackage, UnknownName, UntrustedName
+from equipoise.registry import MissingPackage, UnknownName
 
 FORMAT = 1
 HEADER = {"format", "equipoise", "checksum"}  # files of earlier versions have no checksum

@@ -33,7 +33,7 @@ from equipoise.lab.data.files.places import search_path
 from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.recipes.schema import Recipe
-from equipoise.registry import NOTHING, Trust
+from equipoise.lab.trust import NOTHING, Trust
 
 # The shapes of a run's files; see equipoise.lab.files.misfit.
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}

@@ -15,7 +15,7 @@ from equipoise.lab.recipes.reading import RecipeFile
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run, RunError, open_run
-from equipoise.registry import Trust
+from equipoise.lab.trust import Trust
 
 
 def load(

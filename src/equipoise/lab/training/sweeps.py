@@ -18,7 +18,7 @@ from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.runs.folder import MACHINE, Run, RunError, command, create, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.trainer import Stopped, StopRequest, train
-from equipoise.registry import NOTHING, Trust
+from equipoise.lab.trust import NOTHING, Trust
 
 SWEEP = {**SAVED, "machine?": MACHINE}
 Report = Callable[[list[Run], Path | None], object]  # writes a report on runs, in a folder other than the run's own
