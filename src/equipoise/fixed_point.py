@@ -1,7 +1,5 @@
 """The front door: the function :func:`fixed_point` and the module :class:`Equilibrium`."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,8 +126,7 @@ _watched: ContextVar[list[Solution] | None] = ContextVar("watched", default=None
 def watch_solves() -> Iterator[list[Solution]]:
     """Collect the Solution of every solve inside the block, however deep inside a model.
 
-    A solve inside the f of another is not collected. A Solution keeps its value alive: read its statistics, then drop
-    it.
+    A solve inside the f of another is not collected. Read the statistics, then drop the Solution: it holds its value.
 
     Example:
         >>> with eq.watch_solves() as solves:
@@ -145,7 +142,6 @@ def watch_solves() -> Iterator[list[Solution]]:
 
 
 def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
-    """Run a solve, and collect its Solution inside :func:`watch_solves`; solves inside its f are not collected."""
     solves, token = _watched.get(), _watched.set(None)
     try:
         solution = run(f, z0, inputs, options)
@@ -157,7 +153,6 @@ def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options
 
 
 def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
-    """Set the problem up, solve it, attach its gradient, and report."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # inside it a Jacobian product would silently be zero
             return run(f, z0, inputs, options)
@@ -291,7 +286,6 @@ class Equilibrium(nn.Module):
 
 
 def is_shape(initial: Any) -> bool:
-    """Return whether this is the shape of a sample, or a tuple of such shapes."""
     if not isinstance(initial, tuple | list):
         return False
     return all(isinstance(n, int) and n >= 0 for n in initial) or all(is_shape(part) for part in initial)

@@ -3,8 +3,6 @@
 Every error names the option, its value and what is allowed.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

@@ -4,8 +4,6 @@ A table maps names to ``"module:Name"``, imported on first use; a thing outside 
 directly.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
@@ -66,10 +64,8 @@ class Registry:
             return thing
         if self.functions and callable(thing):
             return thing
-        derived = (
-            f"class derived from {base.__module__}.{base.__qualname__}" if base and not self.functions else "function"
-        )
-        raise WrongKind(f"{self.kind} {name!r} is {thing!r}; it must be a {derived}.")
+        derived = base and f"class derived from {base.__module__}.{base.__qualname__}"
+        raise WrongKind(f"{self.kind} {name!r} is {thing!r}; it must be a {'function' if self.functions else derived}.")
 
 
 # How names from outside the package are looked up; equipoise.lab.trust restricts it for names read from files.

@@ -1,9 +1,8 @@
 """What f depends on: as its code names it, and as the graph of a recorded evaluation shows it.
 
-A tensor that needs a gradient but cannot get one is an error that names it. After one recorded evaluation of f, every
-input, parameter and captured tensor that requires a gradient must be reachable in the graph. One that is not is either
-unused, which is fine, or cut off (``detach``, ``no_grad``, ``.data``, a round trip through numpy), which would make its
-gradient silently wrong. Changing its value shows which.
+A tensor that needs a gradient but cannot get one is an error that names it. A tensor that requires a gradient and is
+not in the graph is either unused, which is fine, or cut off (``detach``, ``no_grad``, ``.data``, numpy), which would
+make its gradient silently wrong. Changing its value shows which.
 """
 
 from __future__ import annotations
@@ -191,8 +190,7 @@ def unreachable(image: Tensor, sources: list[tuple[str, Tensor]]) -> list[tuple[
     """Return those of ``sources`` that the graph of ``image`` does not contain."""
     wanted = {id(tensor) if tensor.is_leaf else origin(tensor) for _, tensor in sources}
     for edge in edges(image):
-        wanted.discard(edge)
-        wanted.discard(id(leaf_of(edge[0])))
+        wanted -= {edge, id(leaf_of(edge[0]))}
         if not wanted:
             return []
     return [(name, t) for name, t in sources if (id(t) if t.is_leaf else origin(t)) in wanted]
@@ -232,13 +230,7 @@ def other_than(tensor: Tensor) -> Tensor:
 
 
 class Substituted(TorchFunctionMode):
-    """A context in which torch functions called by this thread see other tensors in place of some.
-
-    The tensors themselves are not modified, since other threads may use them.
-
-    Args:
-        tensors: replacement for the tensor with each ``id``.
-    """
+    """A context in which torch functions called by this thread see other tensors in place of those with some ids."""
 
     def __init__(self, tensors: Mapping[int, Tensor]):
         super().__init__()

@@ -8,8 +8,6 @@ dynamo is slow to import. Nothing here loads it, and callers first test whether 
 compiled pays nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +35,7 @@ def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Return a context in which nothing compiled runs, neither f nor a part of it."""
+    """Return a context in which nothing compiled runs."""
     if DYNAMO not in sys.modules or torch.compiler.is_compiling():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -75,8 +73,8 @@ def require_buffers(nodes: Iterable[Any]) -> None:
     for graph in graphs(nodes):
         if graph.metadata.bw_donated_idxs:
             raise RuntimeError(
-                "f was compiled before this solve so that its backward pass can run only once, and implicit "
-                "differentiation needs it many times: set torch._functorch.config.donated_buffer = False before "
-                "compiled parts of f are first called outside a solve, or call torch._dynamo.reset() to compile again."
+                "f was compiled before this solve so that its backward pass can run only once, and implicit gradients "
+                "need it many times: set torch._functorch.config.donated_buffer = False before compiled parts of f are "
+                "first called outside a solve, or call torch._dynamo.reset() to compile again."
             )
         graph.metadata.bw_donated_idxs = []  # None means "unknown" and would be treated as some

@@ -1,11 +1,9 @@
 """Values as rows: a tensor or nested tuple of tensors as one (batch, n) matrix and back, and the norms of its rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,8 +56,7 @@ def outline(tree: Any) -> str:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a tensor, outermost in memory first."""
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # dimensions, outermost first
 
 
 def inverse(permutation: Sequence[int]) -> list[int]:
@@ -95,7 +92,7 @@ class Leaf:
     permutation: tuple[int, ...] | None = None  # its memory order, which rows follow so that packing copies nothing
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Leaf:
+    def of(cls, name: str, tensor: Tensor) -> Self:
         known = (orders[tensor.dim()] for orders in (CHANNELS_LAST, BATCH_LAST) if tensor.dim() in orders)
         order = None
         if not tensor.is_contiguous() and not tensor.is_complex():
@@ -187,7 +184,6 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def row_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Return the norms of a - b."""
     if columns_in_memory(a):
         return F.mse_loss(a, b, reduction="none").sum(dim=1).sqrt_()  # their squared difference in one pass
     return row_norms(a - b)

@@ -5,8 +5,6 @@ constraint) or draws a mask (variational dropout) does so at its first call with
 every later call, including those of the backward pass. A scope lives as long as its solve, so it is never stale.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

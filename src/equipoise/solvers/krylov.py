@@ -120,21 +120,13 @@ class BiCGStab(Solver):
         direction = gap + beta * (state.direction - omega * v)
         # A shadow that is orthogonal to the residual restarts the recurrence.
         lost = rho.abs() <= 1e-6 * row_norms(state.shadow)[:, None] * row_norms(gap)[:, None]
-        return BiCGStabState(
-            z,
-            z + gap,
-            gap,
-            torch.where(lost, gap, state.shadow),
-            torch.where(lost, gap, direction),
-            torch.where(lost, dot(gap, gap), rho),
-        )
+        shadow, direction = torch.where(lost, gap, state.shadow), torch.where(lost, gap, direction)
+        return BiCGStabState(z, z + gap, gap, shadow, direction, torch.where(lost, dot(gap, gap), rho))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of corresponding rows, as a column."""
     return (a * b).sum(dim=1, keepdim=True)
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return the ratio, or 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)

@@ -1,11 +1,9 @@
 """What is known about each sample of a solve: its best iterate, its residual, and whether and how it has finished."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ class Ledger:
     finished: int = 0  # number of samples that are not active
 
     @classmethod
-    def open(cls, problem: Problem, z: Tensor, companion: Tensor | None, tolerance: Tolerance) -> Ledger:
+    def open(cls, problem: Problem, z: Tensor, companion: Tensor | None, tolerance: Tolerance) -> Self:
         floor = FLOOR * problem.rounding
         codes = torch.full((len(z),), ACTIVE, dtype=torch.int64, device=z.device)
         infinite = torch.full((len(z),), torch.inf, dtype=z.dtype, device=z.device)
@@ -159,14 +157,14 @@ class Ledger:
     def entries(self) -> dict[str, Tensor]:
         return {name: entry for name in PER_SAMPLE if (entry := getattr(self, name)) is not None}
 
-    def take(self, rows: Tensor) -> Ledger:
+    def take(self, rows: Tensor) -> Self:
         """Return the entries of some samples, all of them active."""
         taken: dict[str, Any] = {name: select(entry, rows) for name, entry in self.entries().items()}
         if isinstance(self.unit, Tensor):
             taken["unit"] = select(self.unit, rows)
         return dataclasses.replace(self, **taken, finished=0)
 
-    def put(self, rows: Tensor, part: Ledger) -> None:
+    def put(self, rows: Tensor, part: "Ledger") -> None:
         """Write the entries of some samples back."""
         for name, entry in self.entries().items():
             setattr(self, name, entry.index_copy(0, rows, getattr(part, name)))

@@ -240,7 +240,6 @@ class Loop:
 def worth_gathering(rows: int, active: int, wasted: int) -> bool:
     """Return whether to leave finished samples out: once they are an eighth of the batch and have cost enough.
 
-    Gathering copies the history of the active samples, which costs about as much as evaluating them once (measured:
-    0.4 to 1.2 evaluations), so it waits until that much has been wasted since the last time.
+    Gathering copies the history of the active samples, which costs about one evaluation of them (measured: 0.4 to 1.2).
     """
     return 8 * active <= 7 * rows and wasted >= active

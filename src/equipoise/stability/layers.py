@@ -4,8 +4,6 @@ A layer derives its weight or mask once per solve (:mod:`equipoise.problem.scope
 reused after the weight has changed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Measure how contractive f is: the Jacobian penalty and the spectral radius."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ B. Delattre, Q. Barthelemy, A. Araujo, A. Allauzen, "Efficient bound of Lipschit
 Gram iteration" (2023).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
