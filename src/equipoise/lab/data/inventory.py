@@ -69,24 +69,19 @@ def found(name: str, folders: Sequence[str | Path] = ()) -> str:
     """Return the folder that a data set is read from, the first with a complete form of it; "" if there is none."""
     if name == "digits":
         return "scikit-learn" if importlib.util.find_spec("sklearn") else ""
-    order = Places(name, folders).folders
     firsts = [form[0].path for form in forms(name, folders) if all(wanted.path for wanted in form)]
-    ranks = {
-        path: next(rank for rank, place in enumerate(order) if path.is_relative_to(place)) for path in firsts if path
-    }
-    return str(min(ranks, key=lambda path: ranks[path]).parent) if ranks else ""
+    order = Places(name, folders).folders
+    in_order = (path for place in order for path in firsts if path is not None and path.is_relative_to(place))
+    return next((str(path.parent) for path in in_order), "")
 
 
 def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
-    """Return the files of a data set and whether they are the official ones; empty for a set without files.
-
-    Of several published forms of a set, those of which something was found are listed; otherwise the one to download.
-    """
+    """Return the files of each form of a data set that is present in part, or of the one to download, with verdicts."""
     if name not in ABOUT:
         raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
-    listed = [form for form in every if any(wanted.path for wanted in form)] or every[:1]
-    return [wanted.checked() for form in listed for wanted in form]
+    present = [form for form in every if any(wanted.path for wanted in form)]
+    return [wanted.checked() for form in present or every[:1] for wanted in form]
 
 
 def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:

@@ -263,7 +263,7 @@ def test_a_passing_fault_is_survived(site, tmp_path, fault, monkeypatch):
 
 CONTINUES = r"run the same command again, it continues from the 0.3 MB that arrived\.$"
 DOWN = r"the server is down or cannot be reached from here: run the same command again later\.$"
-ELSEWHERE = r"nothing was kept: get file.bin elsewhere and put it into .*set\.$"
+ELSEWHERE = r"; get file.bin elsewhere and put it into .*set\.$"
 DAMAGED = DATA[:-1] + bytes([DATA[-1] ^ 1])
 MOST = len(DATA) - 1000
 
@@ -874,7 +874,7 @@ def test_an_archive_that_is_not_unpacked(site, tmp_path, fault):
     files = quick([old], tmp_path)
     before = left(tmp_path), tree(tmp_path)
     new = archive_at(site.url("/new", serve(packed)), md5=md5(packed))
-    with pytest.raises(DownloadError, match=f"/new: the archive.*({words}).*; nothing was kept: get archive elsewhere"):
+    with pytest.raises(DownloadError, match=f"/new: the archive.*({words}).*; get archive elsewhere"):
         quick([new], tmp_path)
     assert (left(tmp_path), tree(tmp_path)) == before
     assert quick([old], tmp_path) == files

@@ -51,10 +51,7 @@ class Decoder:
 
 
 def read_image_file(
-    path: Path,
-    channels: int,
-    size: tuple[int, int] | None = None,
-    check: Callable[[int, int], None] | None = None,
+    path: Path, channels: int, size: tuple[int, int] | None = None, check: Callable[[int, int], None] | None = None
 ) -> tuple[Tensor, str]:
     """Read an image file within the limits as uint8 (channels, height, width), turned as its EXIF orientation says.
 

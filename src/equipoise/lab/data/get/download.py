@@ -106,17 +106,13 @@ def get_file(remote: RemoteFile, target: Path, progress: bool) -> list[Path]:
                 part.unlink(missing_ok=True)
                 raise
     passing = any(isinstance(fault, ConnectionLost) for fault in faults.values())
-    arrived = part.stat().st_size if passing and remote.known_hash and part.exists() else 0
-    if arrived:
+    if passing and remote.known_hash and part.exists() and (arrived := part.stat().st_size):
         remedy = f"run the same command again, it continues from the {arrived / 1e6:.1f} MB that arrived"
-    elif passing:
-        remedy = "the server is down or cannot be reached from here: run the same command again later"
     else:
-        remedy = (
-            f"nothing was kept: get {remote.file} elsewhere and {'unpack' * remote.unpack or 'put'} it into {target}"
-        )
-    if not arrived:
         part.unlink(missing_ok=True)
+        remedy = f"get {remote.file} elsewhere and {'unpack' if remote.unpack else 'put'} it into {target}"
+        if passing:
+            remedy = "the server is down or cannot be reached from here: run the same command again later"
     raise DownloadError("; ".join(f"{url}: {fault}" for url, fault in faults.items()) + f"; {remedy}.")
 
 

@@ -39,9 +39,8 @@ class RemoteFile:
     @property
     def known_hash(self) -> str | None:
         """The published checksum as pooch writes it ("md5:..."); the stronger one if there are two."""
-        if self.sha256:
-            return f"sha256:{self.sha256.lower()}"
-        return f"md5:{self.md5.lower()}" if self.md5 else None
+        kind, checksum = ("sha256", self.sha256) if self.sha256 else ("md5", self.md5)
+        return f"{kind}:{checksum.lower()}" if checksum else None
 
     @property
     def note(self) -> str:
