@@ -70,8 +70,7 @@ def read_image_file(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large gets an error
             image = opened(read_file(path, LIMITS.image_file))
-            turned = image.getexif().get(274, 1) >= 5  # by a quarter
-            before = (image.width, image.height) if turned else (image.height, image.width)
+            before = image.size if image.getexif().get(274, 1) >= 5 else image.size[::-1]  # 5 to 8: a quarter turn
             if check is not None:
                 check(*before)
             height, width = size or before

@@ -29,7 +29,9 @@ def examine(data: bytes) -> None:
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             puts += 1
             if argument is not None and argument > puts:  # pickles number memos one after the other, from 0 or 1
-                raise pickle.UnpicklingError(f"it is a pickle with memo {argument} at byte {place}, its {puts}th one")
+                raise pickle.UnpicklingError(
+                    f"it is a pickle with memo {argument} at byte {place}, after {puts - 1} others"
+                )
         elif code.name == "FRAME" and (argument or 0) > len(data):
             raise pickle.UnpicklingError(f"it is a pickle with a frame of {argument} bytes, and has {len(data)}")
         elif code.name.startswith("TUPLE") or code.name == "FROZENSET":
