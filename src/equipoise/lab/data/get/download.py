@@ -177,10 +177,8 @@ def receive(remote: RemoteFile, url: str, part: Path, progress: bool) -> None:
         if isinstance(cause, TimeoutError):
             raise ConnectionLost(f"the server sent nothing for {TIMEOUT:g} s") from error
         invalid = isinstance(error, ValueError | requests.TooManyRedirects)  # ValueError: not an HTTP address
-        what = f"the connection failed ({getattr(cause, 'strerror', None) or cause})"
-        raise (DownloadError if invalid or isinstance(cause, SSLCertVerificationError) else ConnectionLost)(
-            what
-        ) from error
+        kind = DownloadError if invalid or isinstance(cause, SSLCertVerificationError) else ConnectionLost
+        raise kind(f"the connection failed ({getattr(cause, 'strerror', None) or cause})") from error
     if fault := mismatch(part, remote.known_hash):
         part.unlink()
         raise (ConnectionLost if start else DownloadError)(fault)  # two parts that do not fit: start over
