@@ -1,4 +1,4 @@
-"""Small files that claim, or inflate to, gigabytes; made in no time."""
+"""Small files that claim, or inflate to, gigabytes; made quickly."""
 
 import gzip
 import pickle
@@ -12,7 +12,7 @@ BLOCK = 1 << 24
 
 
 def raw_zeros(size, block=BLOCK):
-    """Zeros in raw deflate, made in no time: the same flushed block again and again."""
+    """Zeros in raw deflate, made quickly: the same flushed block repeated."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
     once = deflater.compress(bytes(block)) + deflater.flush(zlib.Z_FULL_FLUSH)
     return once * (size // block) + deflater.flush()
@@ -30,7 +30,7 @@ def gzip_zeros(size, start):
 
 
 def png(width, height, size):
-    """A black picture of so many bytes, whatever its header says."""
+    """A black picture of ``size`` bytes, whatever its header says."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -71,7 +71,7 @@ def mat_of_zeros():
 
 
 def mat_of_cells():
-    """A cell array of two thousand million cells, none of which is there."""
+    """A cell array that claims two thousand million cells and holds none."""
     header, tag, inside = mat(1, (2**31 - 1, 1), b"")
     return header + tag + inside
 

@@ -61,7 +61,7 @@ def make_cifar10_pickles(folder):
 
 
 def python2_pickle(value):
-    """A pickle as Python 2 and its numpy wrote it: texts are bytes, dtypes are told to align by a number."""
+    """A pickle as Python 2 and its numpy wrote it: strings are bytes, and the align option of a dtype is a number."""
 
     def text(data):
         return b"T" + struct.pack("<i", len(data)) + data

@@ -136,11 +136,11 @@ def test_cifar10(tmp_path, make, inside):
     assert images.is_contiguous()
 
 
-def make_cifar100_anew(folder):
+def make_cifar100_with_python3(folder):
     make_cifar100(folder, python3_pickle)
 
 
-@pytest.mark.parametrize("make", [make_cifar100, make_cifar100_anew, make_cifar100_binary])
+@pytest.mark.parametrize("make", [make_cifar100, make_cifar100_with_python3, make_cifar100_binary])
 def test_cifar100(tmp_path, make):
     make(tmp_path)
     fine = load("cifar100", folders=[tmp_path], validation=0)
@@ -737,7 +737,7 @@ def test_checking_unpacked_archives_and_other_forms(tmp_path):
         check("minst")
 
 
-def test_checking_a_file_that_was_compressed_anew(tmp_path, monkeypatch):
+def test_checking_a_file_that_was_recompressed(tmp_path, monkeypatch):
     make_idx(tmp_path / "mnist")
     path = tmp_path / "mnist/train-images-idx3-ubyte.gz"
     published = hashlib.md5(gzip.decompress(path.read_bytes())).hexdigest()

@@ -11,23 +11,8 @@ from equipoise.lab.data.files.places import MissingData, Places, cache_folder, s
 from equipoise.lab.data.inventory import available, check
 from equipoise.registry import MissingPackage, Registry, call
 
-__all__ = [
-    "DATA_SETS",
-    "FACTS",
-    "Batch",
-    "DataSet",
-    "FileSplit",
-    "MissingData",
-    "Places",
-    "Split",
-    "Subset",
-    "TensorSplit",
-    "available",
-    "cache_folder",
-    "check",
-    "load",
-    "search_path",
-]
+__all__ = ["DATA_SETS", "FACTS", "Batch", "DataSet", "FileSplit", "MissingData", "Places", "Split", "Subset"]
+__all__ += ["TensorSplit", "available", "cache_folder", "check", "load", "search_path"]
 
 DATA_SETS = Registry(
     "data set",

@@ -28,11 +28,7 @@ class Split(ABC):
 
 
 class TensorSplit(Split):
-    """A split in memory: one tensor of inputs and any number of tensors of targets.
-
-    Example:
-        >>> TensorSplit(torch.zeros(100, 1, 28, 28, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64))
-    """
+    """A split in memory: one tensor of inputs and any number of tensors of targets, with one row per sample."""
 
     def __init__(self, *tensors: Tensor):
         if not tensors or len({len(tensor) for tensor in tensors}) != 1:

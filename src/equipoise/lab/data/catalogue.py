@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CATALOGUE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 class About(NamedTuple):
@@ -13,21 +17,7 @@ class About(NamedTuple):
     licence: str
 
 
-ABOUT: dict[str, About] = {
-    "digits": About(1437, 360, "BSD 3-Clause (scikit-learn), CC BY 4.0 (UCI)"),
-    "mnist": About(60000, 10000, "none stated; often listed as CC BY-SA 3.0"),
-    "fashion-mnist": About(60000, 10000, "MIT"),
-    "cifar10": About(50000, 10000, "none stated; cite Krizhevsky 2009"),
-    "cifar100": About(50000, 10000, "none stated; cite Krizhevsky 2009"),
-    "svhn": About(73257, 26032, "non-commercial use"),
-    "omniglot": About(19280, 13180, "MIT"),
-    "celeba": About(162770, 19962, "non-commercial research, no redistribution"),
-    "imagenette": About(9469, 3925, "ImageNet's terms: non-commercial research"),
-    "imagenet": About(1281167, 50000, "non-commercial research, by registration"),
-    "image-folder": About(None, None, "that of your images"),
-    "camvid": About(367, 233, "CC BY-NC 4.0, research use"),
-    "cityscapes": About(2975, 500, "non-commercial use, by registration"),
-}
+ABOUT = {name: About(entry.get("train"), entry.get("test"), entry["licence"]) for name, entry in CATALOGUE.items()}
 
 
 def differs(name: str, train: int, test: int) -> str:

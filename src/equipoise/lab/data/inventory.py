@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import importlib.util
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.data.files.checksums import md5_inside, mismatch
+from equipoise.lab.data.files.limits import CHUNK, LIMITS
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get
+from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get, mismatch
 from equipoise.options import unknown
 
 
@@ -49,7 +52,7 @@ class Wanted(NamedTuple):
             verdict = "no published checksum"
         elif not mismatch(self.path, f"md5:{self.md5}"):
             verdict = "official checksum"
-        elif self.md5_inside is not None and md5_inside(self.path) == self.md5_inside:
+        elif self.md5_inside is not None and md5_of_contents(self.path) == self.md5_inside:
             verdict = "official contents, recompressed"
         else:
             verdict = "not the official checksum"
@@ -66,24 +69,19 @@ def found(name: str, folders: Sequence[str | Path] = ()) -> str:
     """Return the folder that a data set is read from, the first with a complete form of it; "" if there is none."""
     if name == "digits":
         return "scikit-learn" if importlib.util.find_spec("sklearn") else ""
-    order = Places(name, folders).folders
     firsts = [form[0].path for form in forms(name, folders) if all(wanted.path for wanted in form)]
-    ranks = {
-        path: next(rank for rank, place in enumerate(order) if path.is_relative_to(place)) for path in firsts if path
-    }
-    return str(min(ranks, key=lambda path: ranks[path]).parent) if ranks else ""
+    order = Places(name, folders).folders
+    in_order = (path for place in order for path in firsts if path is not None and path.is_relative_to(place))
+    return next((str(path.parent) for path in in_order), "")
 
 
 def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
-    """Return the files of a data set and whether they are the official ones; empty for a set without files.
-
-    Of several published forms of a set, those of which something was found are listed; otherwise the one to download.
-    """
+    """Return the files of each form of a data set that is present in part, or of the one to download, with verdicts."""
     if name not in ABOUT:
         raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
-    listed = [form for form in every if any(wanted.path for wanted in form)] or every[:1]
-    return [wanted.checked() for form in listed for wanted in form]
+    present = [form for form in every if any(wanted.path for wanted in form)]
+    return [wanted.checked() for form in present or every[:1] for wanted in form]
 
 
 def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
@@ -105,3 +103,16 @@ def files_of(remote: RemoteFile, places: Places) -> list[Wanted]:
     name = remote.file.partition(".")[0]
     tree = places.find_tree(name)
     return [Wanted(remote.file, None) if tree is None else Wanted(name, tree)]
+
+
+def md5_of_contents(path: Path) -> str | None:
+    """Return the md5 of what is in a gzip file; None if it is damaged or inflates to more than is plausible."""
+    checksum, left = hashlib.md5(usedforsecurity=False), LIMITS.in_memory(path)
+    try:
+        with gzip.open(path) as file:
+            while left >= 0 and (chunk := file.read(CHUNK)):
+                checksum.update(chunk)
+                left -= len(chunk)
+    except (OSError, EOFError, zlib.error):
+        return None
+    return checksum.hexdigest() if left >= 0 else None

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -22,6 +23,7 @@ import zipfile
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -263,7 +265,7 @@ def test_a_passing_fault_is_survived(site, tmp_path, fault, monkeypatch):
 
 CONTINUES = r"run the same command again, it continues from the 0.3 MB that arrived\.$"
 DOWN = r"the server is down or cannot be reached from here: run the same command again later\.$"
-ELSEWHERE = r"nothing was kept: get file.bin elsewhere and put it into .*set\.$"
+ELSEWHERE = r"; get file.bin elsewhere and put it into .*set\.$"
 DAMAGED = DATA[:-1] + bytes([DATA[-1] ^ 1])
 MOST = len(DATA) - 1000
 
@@ -490,7 +492,7 @@ def test_a_mirror_without_the_file_does_not_cost_what_has_arrived(site, tmp_path
 
 
 def wait_for(part, size):
-    """Until so many bytes are on disk."""
+    """Wait until ``size`` bytes are on disk."""
     for _ in range(2000):
         if part.exists() and part.stat().st_size >= size:
             return
@@ -520,6 +522,13 @@ def test_an_interrupt_leaves_what_has_arrived(site, tmp_path):
 
 
 # Room
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_first_byte(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=250_000))
+    with pytest.raises(DownloadError, match="set cannot be written into .*: No space left on device .*make room"):
+        quick([file_at(site.url("/f", serve()))], tmp_path)
+    assert left(tmp_path) == []
 
 
 def test_a_disk_that_fills_up_meanwhile(site, tmp_path, monkeypatch):
@@ -874,7 +883,7 @@ def test_an_archive_that_is_not_unpacked(site, tmp_path, fault):
     files = quick([old], tmp_path)
     before = left(tmp_path), tree(tmp_path)
     new = archive_at(site.url("/new", serve(packed)), md5=md5(packed))
-    with pytest.raises(DownloadError, match=f"/new: the archive.*({words}).*; nothing was kept: get archive elsewhere"):
+    with pytest.raises(DownloadError, match=f"/new: the archive.*({words}).*; get archive elsewhere"):
         quick([new], tmp_path)
     assert (left(tmp_path), tree(tmp_path)) == before
     assert quick([old], tmp_path) == files

@@ -1,7 +1,6 @@
 """Limits on what reading a file may take: the one place for them, and reading within them.
 
-A few megabytes can claim to hold, or inflate to, more than a machine has. Every reader asks here how much it may take,
-before it allocates anything.
+A small file can claim to hold, or inflate to, more than a machine has: every reader asks here before it allocates.
 """
 
 from __future__ import annotations

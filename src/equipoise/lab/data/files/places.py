@@ -41,16 +41,7 @@ def search_path(folders: Sequence[str | Path] = (), current: bool = True) -> lis
 
 
 class Places:
-    """Find the files of one data set: in each folder of the search path, in its subfolder ``name`` and in itself.
-
-    Args:
-        name: name of the data set.
-        folders: folders to look in first.
-
-    Example:
-        >>> Places("mnist").file("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte")
-        PosixPath('.../mnist/train-images-idx3-ubyte.gz')
-    """
+    """Find the files of a data set in each folder of the search path and its subfolder ``name``, ``folders`` first."""
 
     def __init__(self, name: str, folders: Sequence[str | Path] = ()):
         self.name, self.roots = name, search_path(folders)
@@ -76,15 +67,13 @@ class Places:
 
     def file(self, *names: str) -> Path:
         """Return what ``find`` returns, or raise MissingData."""
-        path = self.find(*names)
-        if path is None:
-            raise self.missing(*names)
-        return path
+        if path := self.find(*names):
+            return path
+        raise self.missing(*names)
 
     def tree(self, *names: str, parts: tuple[str, ...] = ()) -> Tree:
         """Return a folder or zip with one of these names, or else the place that has all subfolders ``parts``."""
-        path = self.find_tree(*names)
-        if path is not None:
+        if path := self.find_tree(*names):
             return self.open(path)
         for folder in self.folders:
             if parts and all((folder / part).is_dir() for part in parts):

@@ -31,12 +31,7 @@ class Tree(ABC):
 
 
 class Folder(Tree):
-    """A folder.
-
-    Args:
-        path: path of the folder.
-        parts: the only subfolders to look into; all if empty.
-    """
+    """A folder, or only the subfolders ``parts`` of it."""
 
     def __init__(self, path: Path, parts: tuple[str, ...] = ()):
         self.path, self.parts = path, parts

@@ -1,13 +1,15 @@
 """Download data sets: whole, checked and unpacked, or not at all.
 
 A download that fails leaves no file under its final name that is not the published one and no half-unpacked folder,
-and does not change a copy that was there before. It leaves ``FILE.part`` only where the next run can continue it.
+and does not change a copy that was there before. An interruption may leave ``FILE.part``, which the next run continues.
 pooch makes the requests and shows the progress; continuing a transfer that was cut off, and mirrors, are added here.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +18,7 @@ from pathlib import Path
 from ssl import SSLCertVerificationError
 from typing import TYPE_CHECKING, Any
 
-from equipoise.lab.data.files.checksums import mismatch
-from equipoise.lab.data.get.sources import RemoteFile
+from equipoise.lab.data.get.sources import RemoteFile, mismatch
 from equipoise.lab.data.get.unpack import ArchiveError, unpack
 from equipoise.lab.files import read_json, write_json
 
@@ -75,8 +76,8 @@ def already_there(remote: RemoteFile, target: Path) -> list[Path]:
     if remote.unpack:
         sizes = dict.fromkeys(remote.contents)
         hashes = {file: f"md5:{md5}" for file, md5 in remote.contents.items()}
-        with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-            note = read_json(target / remote.note)
+        with suppress(FileNotFoundError, ValueError):
+            note = read_json(target / remote.note, {"archive": dict, "sizes": {str: int}})
             sizes = note["sizes"] if note["archive"] == remote.identity else sizes
     for file, size in sizes.items():
         path = target / file
@@ -107,17 +108,13 @@ def get_file(remote: RemoteFile, target: Path, progress: bool) -> list[Path]:
                 part.unlink(missing_ok=True)
                 raise
     passing = any(isinstance(fault, ConnectionLost) for fault in faults.values())
-    arrived = part.stat().st_size if passing and remote.known_hash and part.exists() else 0
-    if arrived:
+    if passing and remote.known_hash and part.exists() and (arrived := part.stat().st_size):
         remedy = f"run the same command again, it continues from the {arrived / 1e6:.1f} MB that arrived"
-    elif passing:
-        remedy = "the server is down or cannot be reached from here: run the same command again later"
     else:
-        remedy = (
-            f"nothing was kept: get {remote.file} elsewhere and {'unpack' * remote.unpack or 'put'} it into {target}"
-        )
-    if not arrived:
         part.unlink(missing_ok=True)
+        remedy = f"get {remote.file} elsewhere and {'unpack' if remote.unpack else 'put'} it into {target}"
+        if passing:
+            remedy = "the server is down or cannot be reached from here: run the same command again later"
     raise DownloadError("; ".join(f"{url}: {fault}" for url, fault in faults.items()) + f"; {remedy}.")
 
 
@@ -153,7 +150,7 @@ def receive(remote: RemoteFile, url: str, part: Path, progress: bool) -> None:
         if response.is_redirect:
             return
         response.raw.headers.pop("Content-Encoding", None)  # a gzipped file stays gzipped
-        if status != 206 or not response.headers["Content-Range"].startswith(f"bytes {start}-"):
+        if status != 206 or not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             start = file.seek(file.truncate(0))
             if status in (206, 416):
                 raise ConnectionLost("the server cannot continue the part that has arrived")
@@ -163,6 +160,8 @@ def receive(remote: RemoteFile, url: str, part: Path, progress: bool) -> None:
         if remote.size is not None and length != remote.size - start:
             announced = "no size" if length is None else f"{start + length} bytes"
             raise DownloadError(f"the server announces {announced}, but {remote.size} bytes are published")
+        if (length or 0) > shutil.disk_usage(part.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
 
     headers = {"User-Agent": "equipoise", "Accept-Encoding": "identity", "Range": f"bytes={start}-" if start else None}
     options = {"timeout": TIMEOUT, "headers": headers, "hooks": {"response": begin}}
@@ -177,11 +176,9 @@ def receive(remote: RemoteFile, url: str, part: Path, progress: bool) -> None:
             cause = inner
         if isinstance(cause, TimeoutError):
             raise ConnectionLost(f"the server sent nothing for {TIMEOUT:g} s") from error
-        invalid = isinstance(error, ValueError | requests.TooManyRedirects) or isinstance(
-            cause, SSLCertVerificationError
-        )
-        what = f"the connection failed ({getattr(cause, 'strerror', None) or cause})"
-        raise (DownloadError if invalid else ConnectionLost)(what) from error
+        invalid = isinstance(error, ValueError | requests.TooManyRedirects)  # ValueError: not an HTTP address
+        kind = DownloadError if invalid or isinstance(cause, SSLCertVerificationError) else ConnectionLost
+        raise kind(f"the connection failed ({getattr(cause, 'strerror', None) or cause})") from error
     if fault := mismatch(part, remote.known_hash):
         part.unlink()
         raise (ConnectionLost if start else DownloadError)(fault)  # two parts that do not fit: start over

@@ -54,17 +54,14 @@ def cifar100(places: Places, labels: str = "fine") -> DataSet:
 
 
 def read_images(places: Places, path: Path, columns: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the images and the columns of labels in a pickle, or in a binary file if its name has a suffix.
-
-    A binary record is a byte for each column, then 1024 each for red, green and blue.
-    """
+    """Return the images and the columns of labels in a pickle, or in a binary file if its name has a suffix."""
     with places.reading(path):
         if not path.suffix:
             table = read_table(path)
             labels = {name: whole_numbers(table, name) for name in columns if name in table}
             return torch.from_numpy(table["data"]).unflatten(1, (3, 32, 32)), labels
         data = torch.frombuffer(bytearray(read_file(path, LIMITS.memory)), dtype=torch.uint8)
-        length = len(columns) + 3072
+        length = len(columns) + 3072  # a byte for each column, then 1024 each for red, green and blue
         if len(data) % length:
             raise ValueError(f"it has {len(data)} bytes, which is not a multiple of {length}, the size of a record")
         records = data.view(-1, length)

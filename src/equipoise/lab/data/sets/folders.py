@@ -18,19 +18,12 @@ from equipoise.options import require_number
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENETTE = {
-    "n01440764": "tench",
-    "n02102040": "English springer",
-    "n02979186": "cassette player",
-    "n03000684": "chain saw",
-    "n03028079": "church",
-    "n03394916": "French horn",
-    "n03417042": "garbage truck",
-    "n03425413": "gas pump",
-    "n03445777": "golf ball",
-    "n03888257": "parachute",
-}
+    "n01440764": "tench", "n02102040": "English springer", "n02979186": "cassette player", "n03000684": "chain saw",
+    "n03028079": "church", "n03394916": "French horn", "n03417042": "garbage truck", "n03425413": "gas pump",
+    "n03445777": "golf ball", "n03888257": "parachute",
+}  # fmt: skip
 
-Labelled = list[tuple[str, str]]  # file, name of its class
+LabelledFiles = list[tuple[str, str]]  # file, name of its class
 
 
 def omniglot(places: Places, size: int = 28) -> DataSet:
@@ -70,7 +63,7 @@ def celeba(places: Places, size: int = 64, memory: bool = False) -> DataSet:
     cuts = (162770, 182637) if complete else (len(samples) - max(1, len(samples) // 10),) * 2
     decode = Decoder(places, tree, 3, size)
     parts = [samples[: cuts[0]], samples[cuts[0] : cuts[1]], samples[cuts[1] :]]
-    train, val, test = (kept(FileSplit(part, decode), memory) if part else None for part in parts)
+    train, val, test = (in_memory(FileSplit(part, decode), memory) if part else None for part in parts)
     if train is None or test is None:
         raise places.damaged(tree.path, f"it holds {len(samples)} images, too few to train and to test on")
     note = "" if complete else differs(places.name, len(train), len(test)) + "; the last tenth is used as test"
@@ -92,13 +85,7 @@ def imagenette(places: Places, size: int = 160, memory: bool = False) -> DataSet
 
 
 def imagenet(places: Places, size: int = 160, memory: bool = False) -> DataSet:
-    """Return ImageNet (ILSVRC 2012), with WordNet IDs as class names; its validation images are used as test.
-
-    Args:
-        places: places to look for its files in.
-        size: side of the images: the shorter side is resized to it, then the middle is cut out.
-        memory: decode all images once and keep them in memory.
-    """
+    """Return ImageNet (ILSVRC 2012), classes named by WordNet IDs, with the options and test of :func:`imagenette`."""
     return imagenet_like(places, places.tree(parts=("train", "val")), size, memory)
 
 
@@ -145,7 +132,7 @@ def imagenet_like(places: Places, tree: Tree, size: int, memory: bool) -> DataSe
 
 
 def class_folders(
-    places: Places, tree: Tree, parts: dict[str, Labelled], size: int, channels: int, memory: bool
+    places: Places, tree: Tree, parts: dict[str, LabelledFiles], size: int, channels: int, memory: bool
 ) -> DataSet:
     """Return a data set of the parts "train", "test" and maybe "val"; labels follow the order of the class names."""
     require_number("data.size", size, at_least=1, whole=True)
@@ -154,13 +141,15 @@ def class_folders(
             raise places.damaged(tree.path, f"it holds no images to {part} with, in folders by class")
     class_names = tuple(sorted({name for files in parts.values() for _, name in files}))
     decode = Decoder(places, tree, channels, size)
-    splits = {part: kept(labelled_split(files, class_names, decode), memory) for part, files in parts.items() if files}
+    splits = {
+        part: in_memory(labelled_split(files, class_names, decode), memory) for part, files in parts.items() if files
+    }
     train, test = splits["train"], splits["test"]
     note = differs(places.name, len(train), len(test))
     return DataSet(places.name, train, test, shape_of(train), val=splits.get("val"), class_names=class_names, note=note)
 
 
-def labelled_split(files: Labelled, class_names: tuple[str, ...], decode: Decoder) -> FileSplit:
+def labelled_split(files: LabelledFiles, class_names: tuple[str, ...], decode: Decoder) -> FileSplit:
     labels = {name: label for label, name in enumerate(class_names)}
     return FileSplit([(file, labels[name]) for file, name in files], decode)
 
@@ -173,9 +162,9 @@ def images(places: Places, tree: Tree) -> list[str]:
     return files
 
 
-def by_part(files: list[str]) -> dict[str, Labelled]:
+def by_part(files: list[str]) -> dict[str, LabelledFiles]:
     """Return files and their class names by the part they belong to: .../PART/CLASS/FILE, or "" for CLASS/FILE."""
-    parts: dict[str, Labelled] = {}
+    parts: dict[str, LabelledFiles] = {}
     for file in files:
         folders = file.split("/")[:-1]
         part = next((folder for folder in folders[:-1] if folder in ("train", "val", "test")), "")
@@ -184,14 +173,12 @@ def by_part(files: list[str]) -> dict[str, Labelled]:
     return parts
 
 
-def kept(split: Split, memory: bool) -> Split:
-    return in_memory(split) if memory else split
-
-
-def in_memory(split: Split, batch_size: int = 512) -> TensorSplit:
-    """Return the same split, read once and kept in memory."""
+def in_memory(split: Split, memory: bool = True) -> Split:
+    """Return a split that is read once and kept in memory, or the same one if ``memory`` is False."""
+    if not memory:
+        return split
     whole = [torch.empty(len(split), *tensor.shape[1:], dtype=tensor.dtype) for tensor in split.read(torch.arange(1))]
-    for rows in torch.arange(len(split)).split(batch_size):
+    for rows in torch.arange(len(split)).split(512):
         for tensor, part in zip(whole, split.read(rows), strict=True):
             tensor[rows] = part
     return TensorSplit(*whole)

@@ -14,7 +14,7 @@ from equipoise.lab.data.catalogue import differs
 from equipoise.lab.data.files.images import opened, pixels
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
-from equipoise.lab.data.sets.folders import images, kept, shape_of
+from equipoise.lab.data.sets.folders import images, in_memory, shape_of
 from equipoise.options import require_number
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def camvid(places: Places, memory: bool = False) -> DataSet:
         folder, _, name = "/".join(file.split("/")[-2:]).rpartition(".")[0].partition("/")
         files = label_maps if folder.endswith("annot") else pictures
         files[f"{folder.removesuffix('annot')}/{name}"] = file
-    decode = SceneDecoder(places, tree, tree, numbering(range(len(CAMVID))), size_of_first(places, tree, pictures))
+    decode = scene_decoder(places, tree, tree, pictures, range(len(CAMVID)))
     train, val, test = (scenes(decode, pictures, label_maps, part, memory) for part in ("train", "val", "test"))
     note = note_about(places, train, test, (480, 360))
     mean, std = (0.413, 0.427, 0.434), (0.302, 0.306, 0.302)  # measured
@@ -71,8 +71,7 @@ def cityscapes(places: Places, scale: int = 1, memory: bool = False) -> DataSet:
     tree = places.tree("leftImg8bit", "leftImg8bit_trainvaltest")
     label_tree = places.tree("gtFine", "gtFine_trainvaltest")
     pictures, label_maps = named(tree, "_leftImg8bit.png"), named(label_tree, "_gtFine_labelIds.png")
-    size = size_of_first(places, tree, pictures)
-    decode = SceneDecoder(places, tree, label_tree, numbering(CITYSCAPES), size, scale)
+    decode = scene_decoder(places, tree, label_tree, pictures, CITYSCAPES, scale)
     train, test = (scenes(decode, pictures, label_maps, part, memory) for part in ("train", "val"))
     note = note_about(places, train, test, (2048 // scale, 1024 // scale))
     mean, std = (0.2869, 0.3251, 0.2839), (0.1870, 0.1902, 0.1872)
@@ -86,7 +85,7 @@ class SceneDecoder:
     Args:
         places: places of the data set, for errors about damaged files.
         images, labels: trees that the files are in.
-        numbers: class of each number in the label files.
+        table: class of each number in the label files.
         size: width and height of every image and label map.
         scale: factor by which both are made smaller, images by averaging and label maps by leaving pixels out; rows and
             columns beyond a multiple of it are cut off.
@@ -95,7 +94,7 @@ class SceneDecoder:
     places: Places
     images: Tree
     labels: Tree
-    numbers: Tensor
+    table: Tensor
     size: tuple[int, int]
     scale: int = 1
 
@@ -111,7 +110,7 @@ class SceneDecoder:
                 raise ValueError(f"it has the mode {label_map.mode}; a label map has a number for each pixel (L or P)")
             middle = slice(self.scale // 2, None, self.scale)
             labels = pixels(label_map)[0, :height, :width][middle, middle]
-        return image, self.numbers[labels.long()]
+        return image, self.table[labels.long()]
 
     def check_size(self, image: Image) -> Image:
         if image.size != self.size:
@@ -119,21 +118,19 @@ class SceneDecoder:
         return image
 
 
-def size_of_first(places: Places, tree: Tree, pictures: dict[str, str]) -> tuple[int, int]:
-    """Return width and height of the first picture."""
+def scene_decoder(
+    places: Places, tree: Tree, label_tree: Tree, pictures: dict[str, str], numbers: Iterable[int], scale: int = 1
+) -> SceneDecoder:
+    """Return a decoder for pictures of the size of the first one; label files number the classes as in ``numbers``."""
     if not pictures:
         raise places.damaged(tree.path, "its images are not in the official folders")
-    file = next(iter(pictures.values()))
-    with places.reading(f"{tree.path}/{file}"):
-        return opened(tree.read(file)).size
-
-
-def numbering(numbers: Iterable[int]) -> Tensor:
-    """Return a table from the numbers in label files to classes 0, 1, ... in this order; every other number is void."""
+    first = next(iter(pictures.values()))
+    with places.reading(f"{tree.path}/{first}"):
+        size = opened(tree.read(first)).size
     table = torch.full((256,), VOID)
     for label, number in enumerate(numbers):
         table[number] = label
-    return table
+    return SceneDecoder(places, tree, label_tree, table, size, scale)
 
 
 def scenes(
@@ -146,7 +143,7 @@ def scenes(
     for name in names:
         if name not in label_maps:
             raise decode.places.damaged(decode.images.path / pictures[name], "it has no label map")
-    return kept(FileSplit([(pictures[name], label_maps[name]) for name in names], decode), memory)
+    return in_memory(FileSplit([(pictures[name], label_maps[name]) for name in names], decode), memory)
 
 
 def note_about(places: Places, train: Split, test: Split, official: tuple[int, int]) -> str:
