@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import DECADES, DIRECTIONS, PER_DECADE, prepared, quiet_failures
-from equipoise.options import Bounds, require_number
+from equipoise.options import require_number
 from equipoise.problem.layout import residual_at
 from equipoise.solution import Statistics
 from equipoise.solvers import Anderson, Broyden, Picard, Progress, Solver
@@ -504,10 +504,10 @@ def equilibrium_of(trained: Trained, kind: type) -> Any:
     raise ValueError(f"{trained.file}: this figure requires a model with a {kind.__name__}, and this one has none.")
 
 
-def check_number(name: str, value: object, **bounds: Unpack[Bounds]) -> None:
+def check_number(name: str, value: object, *, whole: bool = False, **bounds: float) -> None:
     """Raise ValueError unless an option of a figure is a number within bounds."""
     try:
-        require_number(name, value, **bounds)
+        require_number(name, value, whole=whole, **bounds)
     except TypeError as error:  # the value comes from a file or the command line, which reports a ValueError
         raise ValueError(str(error)) from None
 
