@@ -538,7 +538,8 @@ def data_get(arguments: argparse.Namespace) -> None:
 
 @command(
     "equipoise data check mnist",
-    *(argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are found)"), DATA),
+    argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are found)"),
+    DATA,
 )
 def data_check(arguments: argparse.Namespace) -> int:
     """Compare files with their published checksums, and read them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, dataclass_transform
@@ -107,23 +107,6 @@ def require_sequence_of_numbers(where: str, value: Any) -> None:
     listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
     if not listed or not all(isinstance(entry, Real) for entry in value):
         raise TypeError(f"{where} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
-
-
-def require_images(shape: Sequence[int], classes: int, mean: Sequence[float]) -> None:
-    """Raise unless ``shape``, ``classes`` and ``mean`` describe images that a classifier can take."""
-    if not (
-        isinstance(shape, tuple | list) and len(shape) == 3 and all(is_number(n, at_least=1, whole=True) for n in shape)
-    ):
-        raise ValueError(
-            f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
-        )
-    if not is_number(classes, at_least=2, whole=True):
-        raise ValueError(
-            f"classes is {classes!r}; a classifier needs at least 2 (a whole number; does the data set have labels?)."
-        )
-    require_sequence_of_numbers("mean", mean)
-    if len(mean) not in (1, shape[0]):
-        raise ValueError(f"mean has {len(mean)} entries; it must have 1, or {shape[0]}, one for each channel.")
 
 
 def option(*, default: Any, **allowed: Any) -> Any:

@@ -427,8 +427,8 @@ def test_training_knows_no_windows():
         ({"class_weights": [1.0, 2.0, 0.0, 1.0]}, "class_weights is [1.0, 2.0, 0.0, 1.0]; it must be"),
         ({"class_weights": [1.0, 2.0, math.nan, 1.0]}, "it must be a list of 4 numbers above 0, one per class"),
         ({"class_weights": "balanced"}, "class_weights is 'balanced'; it must be a list of 4 numbers above 0"),
-        ({"scale": 2.0}, "scale is 2.0; it must be a list of 2 numbers above 0, the least and the largest factor"),
-        ({"scale": [2.0, 0.5]}, "scale is [2.0, 0.5]; the least factor comes first."),
+        ({"scale": 2.0}, "scale is 2.0; it must be a list of 2 numbers above 0, the smallest and the largest factor"),
+        ({"scale": [2.0, 0.5]}, "scale is [2.0, 0.5]; the smallest factor must come first."),
         ({"scale": [0.0, 2.0]}, "scale is [0.0, 2.0]; it must be"),
         ({"scale": [1.0, math.inf]}, "scale is [1.0, inf]; it must be"),
         ({"crop": 64}, "crop is 64; it must be a list of 2 whole numbers above 0, height and width (or None)."),
@@ -461,7 +461,7 @@ def test_what_are_no_label_maps_is_refused():
     for number in (4, -1, 254):
         labels[1, 2, 3] = number
         with pytest.raises(
-            ValueError, match=rf"a label map holds {number}; the classes are 0 to 3, and no class is 255"
+            ValueError, match=rf"a label map holds {number}; labels must be 0 to 3, or 255 for no class"
         ):
             task.measure(model, (images, labels))
 

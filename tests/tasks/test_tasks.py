@@ -17,7 +17,8 @@ from equipoise.models.opteq.model import OptEq, POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift
 from equipoise.tasks.augmented import AugmentedClassification
-from equipoise.tasks.classification import Classification, confusion_figure, image_grid
+from equipoise.tasks.classification import Classification
+from equipoise.tasks.drawing import confusion_figure, image_grid
 
 NAMES = tuple("abcde")
 
@@ -210,7 +211,7 @@ def test_what_a_task_need_not_have():
     task, batch = Plain(), (torch.rand(2, 3),)
     assert task.augment(batch, generator()) is batch
     assert list(task.pictures(nn.Identity(), lambda: iter([batch]), {})) == []
-    with pytest.raises(NotImplementedError, match=r"the task Plain has no predict: it cannot say"):
+    with pytest.raises(NotImplementedError, match=r"the task Plain has no predict, so it cannot predict"):
         task.predict(nn.Identity(), batch[0])
 
 
@@ -450,8 +451,8 @@ def test_the_worst_examples_are_the_ones_with_the_largest_loss():
     expected = losses.argsort(descending=True)[:8]
     shown = [(np.asarray(axis.images[0].get_array()), axis.get_title()) for axis in figure.axes]
     for (picture, caption), row in zip(shown, expected.tolist(), strict=True):
-        assert torch.equal(torch.as_tensor(picture), images[row, 0])
-        assert caption == f"{NAMES[labels[row]]}, taken for\n{NAMES[guesses[row]]} ({chances[row]:.0%})"
+        assert torch.equal(torch.as_tensor(picture)[..., 0], images[row, 0])
+        assert caption == f"{NAMES[labels[row]]}, predicted\nas {NAMES[guesses[row]]} ({chances[row]:.0%})"
 
 
 def test_pictures_without_a_confusion_matrix():

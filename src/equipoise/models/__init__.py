@@ -1,8 +1,7 @@
-"""Equilibrium models by name."""
+"""Equilibrium models, by name."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import nn
@@ -24,16 +23,16 @@ MODELS = Registry(
 
 
 def list_models() -> list[str]:
-    """The names that :func:`create_model` knows."""
+    """Return the names that :func:`create_model` knows."""
     return list(MODELS)
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
-    """Build a model by its name, or your own as ``"my_module:MyNet"``.
+    """Build a model by name, or your own as ``"my_module:MyNet"``.
 
     Args:
         name: one of :func:`list_models`, or ``"module:Name"``.
-        options: what its constructor takes; an unknown one is refused.
+        options: arguments of the model's constructor; unknown ones are rejected.
 
     Example:
         >>> model = eq.create_model("conv-equilibrium", shape=(1, 28, 28), classes=10, channels=32)
@@ -42,9 +41,8 @@ def create_model(name: str, **options: Any) -> nn.Module:
 
 
 def __getattr__(name: str) -> Any:
-    """Models by the names of their classes, imported when asked for."""
-    for path in MODELS.entries.values():
-        module, _, found = path.partition(":")
-        if found == name:
-            return getattr(importlib.import_module(module), name)
+    """Import a model class on first use of its name."""
+    for key, path in MODELS.entries.items():
+        if path.endswith(f":{name}"):
+            return MODELS[key]
     raise AttributeError(f"module 'equipoise.models' has no attribute {name!r}")

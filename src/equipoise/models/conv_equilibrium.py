@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.models.parts.normalize import Normalize
-from equipoise.options import require_images
+from equipoise.models.parts.images import MEAN, STD, normalize_for
 from equipoise.stability import SpectralNorm
 
 
 class Cell(nn.Module):
-    """f(z, u) = relu(W * z + u), the operator norm of W held to at most ``bound``: a contraction."""
+    """f(z, u) = relu(W * z + u), a contraction: the operator norm of W is at most ``bound``."""
 
     def __init__(self, channels: int, bound: float):
         super().__init__()
@@ -23,16 +24,16 @@ class Cell(nn.Module):
 
 
 class ConvEquilibrium(nn.Module):
-    """Stem, equilibrium, linear head: images in [0, 1] to logits.
+    """Stem, equilibrium, linear head: maps images in [0, 1] to logits.
 
     Args:
-        shape: of one image, (channels, height, width).
-        classes: how many.
-        mean, std: of the images per channel.
-        channels: of the hidden features.
-        stride: of the stem; 2 solves on a quarter of the pixels.
-        bound: on the operator norm of the cell's convolution; below 1 every image has exactly one equilibrium.
-        pool: side of the grid that features are averaged to before the head.
+        shape: shape of one image, (channels, height, width).
+        classes: number of classes.
+        mean, std: mean and standard deviation of the images, per channel.
+        channels: number of hidden channels.
+        stride: stride of the stem; 2 solves on a quarter of the pixels.
+        bound: bound on the operator norm of the cell's convolution; below 1 every image has exactly one equilibrium.
+        pool: side of the grid to which features are averaged before the head.
 
     Example:
         >>> model = ConvEquilibrium(shape=(1, 28, 28), classes=10, channels=32, stride=2)
@@ -44,17 +45,16 @@ class ConvEquilibrium(nn.Module):
         self,
         shape: tuple[int, int, int],
         classes: int,
-        mean: tuple[float, ...] = (0.5,),
-        std: tuple[float, ...] = (0.5,),
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
         channels: int = 24,
         stride: int = 1,
         bound: float = 0.9,
         pool: int = 4,
     ):
         super().__init__()
-        require_images(shape, classes, mean)
         self.stem = nn.Sequential(
-            Normalize(mean, std),
+            normalize_for(shape, classes, mean, std),
             nn.Conv2d(shape[0], channels, 3, stride=stride, padding=1),
             nn.GroupNorm(4 if channels % 4 == 0 else 1, channels),
         )

@@ -1,4 +1,4 @@
-"""Random variations of whole batches of images; every random number comes from the generator that is given."""
+"""Random variations of whole batches of images; every random number comes from the given generator."""
 
 from __future__ import annotations
 
@@ -7,37 +7,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 def shift(images: Tensor, pixels: int, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to ``pixels`` either way, zeros coming in: the random crop of a padded image.
-
-    Example:
-        >>> shift(torch.rand(128, 3, 32, 32), 4, torch.Generator().manual_seed(0))
-    """
-    n, channels, height, width = images.shape
-    padded = functional.pad(images, (pixels,) * 4)
-    moves = torch.randint(2 * pixels + 1, (2, n, 1), generator=generator)
-    rows = (torch.arange(height) + moves[0]).to(images.device)
-    columns = (torch.arange(width) + moves[1]).to(images.device)
-    # Two gathers along one axis each move whole rows, several times faster than one index of every pixel.
-    taller = padded.gather(2, rows[:, None, :, None].expand(n, channels, height, padded.shape[3]))
-    return taller.gather(3, columns[:, None, None, :].expand(n, channels, height, width))
+    """Move each image by up to ``pixels`` in each direction, filling with zeros: a random crop of the padded image."""
+    moves = torch.randint(2 * pixels + 1, (2, len(images), 1), generator=generator) - pixels
+    height, width = images.shape[2:]
+    return View(torch.arange(height) + moves[0], torch.arange(width) + moves[1]).of_images(images)
 
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every other image, on average, mirrored left to right."""
+    """Mirror each image left to right with probability 1/2."""
     mirrored = torch.randint(2, (len(images),), generator=generator, dtype=torch.bool).to(images.device)
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
 @dataclass(frozen=True)
 class View:
-    """Where each pixel of a new image lies in the old one; an image and its label map seen through one stay together.
+    """Where each pixel of a new image lies in the old one. Applied to images and label maps, it keeps them aligned.
 
     Args:
-        rows: (batch, new height), in pixels of the old image, whose first row is 0; others than its own are outside.
+        rows: (batch, new height), in pixels of the old image, whose first row is 0; other values lie outside.
         columns: (batch, new width).
     """
 
@@ -45,18 +35,18 @@ class View:
     columns: Tensor
 
     def of_images(self, images: Tensor, fill: Sequence[float] = (0.0,)) -> Tensor:
-        """Images resampled bilinearly, as torch's interpolate does; outside is ``fill``, a number per channel."""
+        """Resample images bilinearly, as torch's interpolate does; ``fill``, a number per channel, lies outside."""
         seen = between(between(images, 2, self.rows), 3, self.columns)
         color = torch.tensor(fill, dtype=images.dtype, device=images.device).view(-1, 1, 1)
         return torch.where(self.inside(images)[:, None], seen, color)
 
     def of_label_maps(self, label_maps: Tensor, fill: int) -> Tensor:
-        """Label maps, (batch, height, width), resampled by the nearest pixel; outside is ``fill``."""
+        """Resample label maps, (batch, height, width), by the nearest pixel; ``fill`` lies outside."""
         seen = taken(taken(label_maps, 1, (self.rows + 0.5).floor()), 2, (self.columns + 0.5).floor())
         return torch.where(self.inside(label_maps), seen, fill)
 
     def inside(self, images: Tensor) -> Tensor:
-        """Which pixels come from within the old image, (batch, new height, new width)."""
+        """Return which pixels come from within the old image, (batch, new height, new width)."""
         height, width = images.shape[-2:]
         rows = (self.rows > -0.5) & (self.rows < height - 0.5)
         columns = (self.columns > -0.5) & (self.columns < width - 0.5)
@@ -72,28 +62,27 @@ def random_view(
     scale: Sequence[float] = (1.0, 1.0),
     flip: bool = False,
 ) -> View:
-    """Each image made larger or smaller, then cut to the new size at a random place, then perhaps mirrored.
+    """Scale each image, crop it to the new size at a random place, and perhaps mirror it.
 
-    An image that is smaller than the new size lies at a random place in it.
+    An image that is smaller than the new size is placed in it at random.
 
     Args:
-        samples: how many images.
-        old, new: height and width.
-        generator: of all random numbers.
-        scale: the least and the largest factor; each image's is drawn uniformly.
-        flip: mirror every other image, on average, left to right.
+        samples: number of images.
+        old, new: (height, width).
+        generator: source of all random numbers.
+        scale: smallest and largest factor; each image's is drawn uniformly.
+        flip: whether to mirror each image left to right with probability 1/2.
 
     Example:
         >>> view = random_view(8, (360, 480), (256, 256), torch.Generator().manual_seed(0), scale=(0.5, 2.0))
         >>> view.of_images(images), view.of_label_maps(label_maps, fill=255)
     """
     draws = torch.rand(3, samples, 1, generator=generator, dtype=torch.float64)
-    low, high = scale
-    factor = low + (high - low) * draws[0]
+    factor = scale[0] + (scale[1] - scale[0]) * draws[0]
     places = []
     for old_length, new_length, draw in zip(old, new, draws[1:], strict=True):
         scaled = (old_length * factor).round().clamp(min=1)
-        spare = scaled - new_length  # what must be cut off; negative: what is missing
+        spare = scaled - new_length  # to be cut off; if negative, to be filled
         start = torch.minimum((draw * (spare.abs() + 1)).floor(), spare.abs()) * spare.sign()
         # The middle of a pixel is half a pixel from its edge, in the old image as in the scaled one.
         places.append((start + torch.arange(new_length) + 0.5) * (old_length / scaled) - 0.5)
@@ -105,7 +94,7 @@ def random_view(
 
 
 def between(images: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Values at places between pixels along one dimension, in proportion to how near they are."""
+    """Interpolate linearly between pixels along one dimension."""
     places = places.clamp(0, images.shape[dim] - 1)
     before = places.floor()
     first = taken(images, dim, before)
@@ -116,15 +105,14 @@ def between(images: Tensor, dim: int, places: Tensor) -> Tensor:
 
 
 def taken(x: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Each sample's rows (or columns) of the given numbers; a number beyond the last is the last."""
+    """Return each sample's rows (or columns) with these indices, which are clamped to the image.
+
+    One gather along one dimension moves whole rows: several times faster than indexing every pixel.
+    """
     index = along(dim, places.clamp(0, x.shape[dim] - 1).long(), x.dim()).to(x.device)
-    shape = [*x.shape]
-    shape[dim] = places.shape[1]
-    return x.gather(dim, index.expand(shape))
+    return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
 def along(dim: int, values: Tensor, dims: int) -> Tensor:
-    """Values (batch, length), laid along one of so many dimensions."""
-    shape = [len(values), *[1] * (dims - 1)]
-    shape[dim] = values.shape[1]
-    return values.view(shape)
+    """Reshape values (batch, length) to ``dims`` dimensions, with the length in dimension ``dim``."""
+    return values.view(len(values), *[1] * (dim - 1), -1, *[1] * (dims - dim - 1))

@@ -1,4 +1,4 @@
-"""What a task is: everything the lab needs to know about one kind of problem."""
+"""The interface of a task: everything the lab needs to know about one kind of problem."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ Sums = dict[str, Tensor]  # additive: those of two batches, or of two processes,
 
 
 class Task(ABC):
-    """Loss, metrics, augmentation and pictures of one kind of problem. The lab knows nothing else about it.
+    """Loss, metrics, augmentation and figures of one kind of problem. The lab knows nothing else about it.
 
-    A task is made anew for every run, with the options of the recipe's ``[task]`` section; parameters named
-    ``shape``, ``classes``, ``class_names``, ``mean`` or ``std`` are filled in from the data set. A task keeps no state
-    between batches: a run that is resumed must go on as if it had never stopped.
+    Every training run makes a new task with the options of the recipe's ``[task]`` section; parameters named ``shape``,
+    ``classes``, ``class_names``, ``mean`` or ``std`` are filled in from the data set. A task keeps no state between
+    batches, so that a resumed run continues as if it had not stopped.
     """
 
-    best_metric: ClassVar[str]  # the metric, measured on the validation split, by which the best weights are chosen
+    best_metric: ClassVar[str]  # the metric of the validation split that selects the best weights
     best_is_largest: ClassVar[bool] = True
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        """A batch as the model takes it: by default uint8 images become numbers in [0, 1]."""
+        """Convert a batch for the model; by default uint8 images become numbers in [0, 1]."""
         inputs, *rest = batch
         inputs = inputs.to(dtype) / 255 if inputs.dtype == torch.uint8 else inputs.to(dtype)
         return (inputs, *rest)
 
     def augment(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """A prepared training batch, varied at random; every random number comes from the generator (on the CPU)."""
+        """Vary a prepared training batch at random; every random number must come from the generator (on the CPU)."""
         return batch
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        """What to minimise, a mean over the batch's samples, and sums for the metrics of the training data."""
+        """Return the loss to minimise, a mean over the samples, and sums for the metrics of the training data."""
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sums over an evaluation batch; gradients are switched off around the call."""
+        """Return sums over an evaluation batch; gradients are disabled around the call."""
 
     @abstractmethod
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """What the sums of a whole split say: the numbers people quote."""
+        """Return the metrics of a whole split from its sums."""
 
     def pictures(
         self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
     ) -> Iterator[tuple[str, Figure]]:
-        """Titled figures for the report: ``batches()`` goes over the prepared test split, ``sums`` are its own."""
+        """Yield titled figures for the report; ``batches()`` iterates over the prepared test split with these sums."""
         return iter(())
 
     def predict(self, model: nn.Module, inputs: Tensor) -> list[dict[str, Any]]:
-        """What the model says of each input, for people: a few named values that JSON can hold."""
-        raise NotImplementedError(f"the task {type(self).__name__} has no predict: it cannot say what one input gives.")
+        """Return a prediction for each input: a few named values that JSON can hold."""
+        raise NotImplementedError(f"the task {type(self).__name__} has no predict, so it cannot predict single inputs.")

@@ -1,8 +1,9 @@
-"""What tasks draw: confusion matrices, and label maps in the colours of their classes."""
+"""Figures of tasks: confusion matrices, grids of images, and label maps in the colours of their classes."""
 
 from __future__ import annotations
 
 import colorsys
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,48 +26,54 @@ CAMVID_COLORS = {  # SegNet's
 }  # fmt: skip
 
 
-def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
-    """How often each class is taken for each other; numbers are written into the cells of small matrices.
+def confusion_matrix(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
+    """Count how often each class (row) is predicted as each class (column)."""
+    return torch.bincount(labels * classes + guesses, minlength=classes**2).view(classes, classes)
 
-    Args:
-        confusion: counts; rows are the classes, columns what they are taken for.
-        names: of the classes.
-        percent: write the share of the class instead of the count, which may be too long for its cell.
-    """
+
+def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
+    """Draw a confusion matrix, whose rows are true classes; the cells of small ones show counts or percentages."""
     from matplotlib.figure import Figure
 
     size = len(names)
     share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
     figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
     axis = figure.subplots()
-    drawn = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(drawn, ax=axis, label="share of the class", shrink=0.8)
-    axis.set(xlabel="taken for", ylabel="class")
-    if size <= 20:
-        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
-        axis.set_xticks(range(size), names, **turned)
-        axis.set_yticks(range(size), names)
-        for truth in range(size):
-            for guess in range(size):
-                number = round(100 * share[truth, guess].item()) if percent else int(confusion[truth, guess])
-                if number:
-                    color = "white" if share[truth, guess] > 0.5 else "0.2"
-                    axis.text(
-                        guess,
-                        truth,
-                        f"{number}%" if percent else str(number),
-                        ha="center",
-                        va="center",
-                        color=color,
-                        fontsize=9 if size <= 12 else 6,
-                    )
+    cells = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(cells, ax=axis, label="share of the class", shrink=0.8)
+    axis.set(xlabel="predicted class", ylabel="class")
+    if size > 20:
+        return figure
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
+    axis.set_xticks(range(size), names, **turned)
+    axis.set_yticks(range(size), names)
+    style = {"ha": "center", "va": "center", "fontsize": 9 if size <= 12 else 6}
+    for truth, guess in confusion.nonzero().tolist():
+        number = round(100 * share[truth, guess].item()) if percent else int(confusion[truth, guess])
+        if number:
+            color = "white" if share[truth, guess] > 0.5 else "0.2"
+            axis.text(guess, truth, f"{number}%" if percent else str(number), color=color, **style)
+    return figure
+
+
+def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
+    """Draw images in [0, 1] with a caption each."""
+    from matplotlib.figure import Figure
+
+    rows = max(1, math.ceil(len(entries) / columns))
+    figure = Figure(figsize=(1.35 * columns, 1.75 * rows), layout="constrained")
+    for axis in figure.subplots(rows, columns, squeeze=False).flat:
+        axis.axis("off")
+    for axis, (image, caption) in zip(figure.axes, entries, strict=False):
+        axis.imshow(in_three_colors(image).permute(1, 2, 0).numpy(), interpolation="nearest")
+        axis.set_title(caption, fontsize=7)
     return figure
 
 
 def class_colors(names: tuple[str, ...]) -> Tensor:
-    """A colour for each class, (classes, 3), uint8: those people know, or else hues all around the circle.
+    """Return a colour for each class, (classes, 3), uint8.
 
-    Classes of Cityscapes have its official colours, classes of CamVid have those of SegNet.
+    Classes of Cityscapes get its official colours, classes of CamVid those of SegNet, others evenly spaced hues.
     """
     for known in (CITYSCAPES_COLORS, CAMVID_COLORS):
         if known.keys() >= set(names):
@@ -77,29 +84,26 @@ def class_colors(names: tuple[str, ...]) -> Tensor:
 
 
 def in_color(label_map: Tensor, colors: Tensor) -> Tensor:
-    """A label map as an image in [0, 1], (3, height, width); what is no class is black."""
+    """Return a label map as an image in [0, 1], (3, height, width); numbers that are not a class are black."""
     black = torch.zeros(1, 3, dtype=colors.dtype)
-    no_class = (label_map < 0) | (label_map >= len(colors))
+    is_class = (label_map >= 0) & (label_map < len(colors))
     table = torch.cat([colors, black]).float() / 255
-    return table[label_map.where(~no_class, len(colors))].permute(2, 0, 1)
+    return table[label_map.where(is_class, len(colors))].permute(2, 0, 1)
 
 
 def overlay(image: Tensor, label_map: Tensor, colors: Tensor, opacity: float = 0.6) -> Tensor:
-    """A label map laid over its image in the colours of its classes.
+    """Blend an image with its label map in the colours of the classes.
 
     Args:
-        image: in [0, 1], (channels, height, width); grey unless there are three channels.
-        label_map: class numbers, (height, width); every other number is no class.
-        colors: of the classes, see :func:`class_colors`.
-        opacity: of the label map.
-
-    Example:
-        >>> overlay(torch.rand(3, 180, 240), torch.zeros(180, 240, dtype=torch.int64), class_colors(("sky", "road")))
+        image: image in [0, 1], (channels, height, width); grey unless it has three channels.
+        label_map: class numbers, (height, width); other numbers are shown black.
+        colors: colours of the classes, see :func:`class_colors`.
+        opacity: opacity of the label map.
     """
     return (1 - opacity) * in_three_colors(image) + opacity * in_color(label_map, colors)
 
 
 def in_three_colors(image: Tensor) -> Tensor:
-    """An image of any number of channels as one in red, green and blue, cut to [0, 1]."""
+    """Return an image as red, green and blue in [0, 1]; it is grey unless it has three channels."""
     image = image.float().clamp(0, 1)
     return image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)

@@ -1,4 +1,4 @@
-"""Robustness: classification of images changed by an adversary within a given distance.
+"""Robustness: classification of images that an adversary has changed within a given distance.
 
 Projected gradient descent: A. Madry, A. Makelov, L. Schmidt, D. Tsipras, A. Vladu, "Towards deep learning models
 resistant to adversarial attacks" (2018).
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.fixed_point import watch_solves
-from equipoise.models.parts.temporary import evaluating, exact_gradients
+from equipoise.models.parts.context_managers import evaluating, exact_gradients
+from equipoise.models.parts.keyword_options import accepts, options_of, positional_of
 from equipoise.options import options, require
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
-from equipoise.tasks.classification import Classification
+from equipoise.tasks.classification import LabelTask, unwrapped
 
 ATTACKS = Registry(
     "attack",
@@ -29,19 +29,20 @@ ATTACKS = Registry(
     functions=True,
 )
 NORMS = ("linf", "l2")
+EVALUATED = ("radius", "norm", "steps", "restarts")  # fields of Budget that are options of the task
 
 
 @options
 class Budget:
-    """What an attack may do, checked when it is made.
+    """What an attack may do.
 
     Args:
-        radius: how far an image in [0, 1] may be moved, in the norm; 8/255 is common for "linf".
-        norm: "linf" (the largest change of a pixel) or "l2" (Euclidean length of the change).
-        steps: of gradient ascent.
-        step_size: of each; None is 2.5 radius / steps, which can reach every point of the ball.
-        restarts: attacks per image, from different random points; the worst result counts.
-        random_start: from a random point of the ball instead of the image itself.
+        radius: largest distance by which an image in [0, 1] may be moved; 8/255 is common for "linf".
+        norm: "linf" (the largest change of a pixel) or "l2" (Euclidean norm of the change).
+        steps: number of gradient ascent steps.
+        step_size: step size; None for 2.5 radius / steps, which can reach every point of the ball.
+        restarts: number of attacks per image, from different random points; the worst result counts.
+        random_start: whether to start from a random point of the ball instead of the image itself.
     """
 
     radius: float
@@ -69,13 +70,13 @@ class Budget:
 
 
 def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
-    """Images near the given ones, in [0, 1], that the model takes for another class as surely as can be found.
+    """Attack a batch: return images in [0, 1] near the given ones that maximise the loss, by projected gradient ascent.
 
     Args:
-        model: images in [0, 1] to logits; its parameters get no gradient. A module is attacked in evaluation mode: an
-            attack must see one fixed function, no dropout, no running statistics.
-        images, labels: a batch.
-        budget: the fields of :class:`Budget`.
+        model: function from images in [0, 1] to logits; its parameters get no gradient. A module is attacked in
+            evaluation mode, so that the attack sees one fixed function.
+        images, labels: batch to attack.
+        budget: fields of :class:`Budget`.
 
     Example:
         >>> attacked = pgd(model, images, labels, radius=8 / 255, steps=20)
@@ -85,17 +86,15 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
     worst, largest = images.clone(), torch.full((len(images),), -torch.inf, dtype=images.dtype, device=images.device)
 
     def keep_worst(candidate: Tensor, gap: Tensor) -> None:
-        higher = gap > largest  # a gap that is not a number never counts as an attack
+        higher = gap > largest  # never true for NaN
         largest.copy_(torch.where(higher, gap, largest))
         worst.copy_(torch.where(higher[:, None, None, None], candidate, worst))
 
     with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
         for _ in range(allowed.restarts):
-            x = (
-                within(images, images + random_change(images, radius, norm), radius, norm)
-                if allowed.random_start
-                else images.clone()
-            )
+            x = images.clone()
+            if allowed.random_start:
+                x = within(images, x + random_change(images, radius, norm), radius, norm)
             for _ in range(allowed.steps):
                 gap, gradient = gap_and_gradient(model, x, labels)
                 keep_worst(x, gap)
@@ -108,10 +107,10 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
 
 
 def class_gap(logits: Tensor, labels: Tensor) -> Tensor:
-    """g = log sum_{j != y} exp(l_j) - l_y per sample, whose cross entropy is log(1 + exp(g)).
+    """Return g = log sum_{j != y} exp(l_j) - l_y per sample, whose cross entropy is log(1 + exp(g)).
 
     The cross entropy grows with g: both have the same maxima and, up to a factor, the same gradient. But the factor,
-    1 / (1 + exp(-g)), rounds to zero where the model is sure: an attack by it would take a sure model for a robust one.
+    1 / (1 + exp(-g)), rounds to zero where the model is confident, which would then look robust to an attack.
     """
     of_label = labels[:, None]
     others = logits.scatter(1, of_label, -torch.inf)
@@ -119,8 +118,8 @@ def class_gap(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def gap_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The gap of each image, and its gradient in the image."""
-    with torch.enable_grad(), watch_solves():  # watched here, and dropped: the attack's solves are not the model's
+    """Return the gap of each image, and its gradient with respect to the image."""
+    with torch.enable_grad(), watch_solves():  # the attack's solves are not counted as the model's
         x = x.detach().requires_grad_()
         gap = class_gap(model(x), labels)
         (gradient,) = torch.autograd.grad(gap.sum(), x)
@@ -128,7 +127,7 @@ def gap_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, labels: Tenso
 
 
 def within(center: Tensor, x: Tensor, radius: float, norm: str) -> Tensor:
-    """The nearest point to x in the ball, cut to [0, 1]: center is in there, so cutting never leaves the ball."""
+    """Project x onto the ball, then onto [0, 1]: as the center is in there, this does not leave the ball."""
     change = x - center
     if norm == "linf":
         return (center + change.clamp(-radius, radius)).clamp(0, 1)
@@ -136,7 +135,7 @@ def within(center: Tensor, x: Tensor, radius: float, norm: str) -> Tensor:
 
 
 def random_change(images: Tensor, radius: float, norm: str) -> Tensor:
-    """Uniform in the ball: for l2, a random direction times a length distributed as U^(1/d)."""
+    """Draw uniformly from the ball: for l2, a random direction times a length distributed as U^(1/d)."""
     if norm == "linf":
         return torch.empty_like(images).uniform_(-radius, radius)
     direction = torch.randn_like(images)
@@ -149,7 +148,7 @@ def lengths(x: Tensor) -> Tensor:
 
 
 def foolbox_pgd(model: nn.Module, images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
-    """The same attack by foolbox (the extra ``attacks``), on the cross entropy: an independent check of :func:`pgd`."""
+    """Run the same attack with foolbox (the extra ``attacks``), on the cross entropy, as a check of :func:`pgd`."""
     foolbox = import_foolbox()
     from foolbox.models.pytorch import PyTorchModel
 
@@ -160,80 +159,68 @@ def foolbox_pgd(model: nn.Module, images: Tensor, labels: Tensor, **budget: Any)
     attack: Any = kind(abs_stepsize=allowed.size, steps=allowed.steps, random_start=allowed.random_start)
     if allowed.restarts > 1:
         attack = attack.repeat(allowed.restarts)
-    attacked = copy.deepcopy(model).eval().requires_grad_(False)  # foolbox leaves gradients behind
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)  # foolbox leaves gradients behind
     with torch.enable_grad(), watch_solves():
-        found = attack(
-            PyTorchModel(attacked, bounds=(0, 1), device=images.device), images, labels, epsilons=allowed.radius
-        )
-    return found[1].detach()
+        attackable = PyTorchModel(frozen, bounds=(0, 1), device=images.device)
+        _, clipped, _ = attack(attackable, images, labels, epsilons=allowed.radius)
+    return clipped.detach()
 
 
 def import_foolbox() -> Any:
     try:
         import foolbox
     except ImportError as error:
-        raise ImportError(
-            "the attack 'foolbox' needs the package foolbox: pip install 'equipoise[attacks]'."
-        ) from error
+        message = "the attack 'foolbox' needs the package foolbox: pip install 'equipoise[attacks]'."
+        raise ImportError(message) from error
     return foolbox
 
 
-class Robustness(Classification):
-    """Classification under attack: reports accuracy without and with one, and can train on attacked images.
+class Robustness(LabelTask):
+    """Classification under attack: reports accuracy with and without one, and can train on attacked images.
 
     Args:
-        class_names, shift, flip, label_smoothing, top: as in classification.
-        radius, norm, steps, restarts: of the attack that is evaluated, see :class:`Budget`.
-        attack: "pgd", "foolbox", or your own as "my_module:my_attack", called as :func:`pgd` is.
-        train_steps: of the attack on training images; 0 trains on the images as they are.
+        class_names, shift, flip, label_smoothing, top: see :class:`~equipoise.tasks.classification.LabelTask`.
+        radius, norm, steps, restarts: the attack that is evaluated, see :class:`Budget`.
+        attack: "pgd", "foolbox", or your own as "my_module:my_attack", with the parameters of :func:`pgd`.
+        train_steps: number of steps of the attack on training images; 0 trains without an attack.
     """
 
     best_metric = "robust accuracy"
 
+    @accepts(*positional_of(LabelTask), *options_of(Budget, *EVALUATED))
     def __init__(
-        self,
-        class_names: tuple[str, ...],
-        shift: int = 0,
-        flip: bool = False,
-        label_smoothing: float = 0.0,
-        top: int = 1,
-        radius: float = 8 / 255,
-        norm: str = "linf",
-        steps: int = 20,
-        restarts: int = 1,
-        attack: str = "pgd",
-        train_steps: int = 0,
+        self, *labels: Any, radius: float = 8 / 255, attack: str = "pgd", train_steps: int = 0, **options: Any
     ):
-        super().__init__(class_names, shift, flip, label_smoothing, top)
-        self.budget = Budget(radius=radius, norm=norm, steps=steps, restarts=restarts)
+        budget = {name: options.pop(name) for name in EVALUATED if name in options}
+        super().__init__(*labels, **options)
+        self.budget = Budget(radius=radius, **budget)
         try:
             self.attack = ATTACKS[attack]
-        except UnknownName as error:  # of an option of the task, not of the task
+        except UnknownName as error:  # an option of the task is wrong, not its name
             raise ValueError(str(error)) from None
         if attack == "foolbox":
-            import_foolbox()  # a missing package shows now, not after training
+            import_foolbox()  # a missing package is reported now, not after training
         self.train_steps = train_steps
         require(self, "train_steps", at_least=0, whole=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         images, labels = batch
         if self.train_steps:
-            # Not through the wrapper that averages gradients: it would wait for gradients of the weights.
-            bare = model.module if isinstance(model, DistributedDataParallel) else model
-            images = pgd(bare, images, labels, **vars(replace(self.budget, steps=self.train_steps, restarts=1)))
-        return super().loss(model, (images, labels))
+            # Without the wrapper that averages gradients: it would wait for gradients of the weights.
+            budget = vars(replace(self.budget, steps=self.train_steps, restarts=1))
+            images = pgd(unwrapped(model), images, labels, **budget)
+        return self.cross_entropy(model, (images, labels))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch
         logits = model(images)
         sums = self.evaluation_sums(logits, labels)
-        budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.budget.steps}
-        with exact_gradients(model):  # an attack by a cruder rule, however the model was trained, would flatter it
-            attacked = self.attack(model, images, labels, restarts=self.budget.restarts, **budget)
-        # An image that the model gets wrong as it is counts as broken: no attack was needed.
+        budget = {name: getattr(self.budget, name) for name in EVALUATED}
+        with exact_gradients(model):  # however the model was trained: with a cruder rule it would look more robust
+            attacked = self.attack(model, images, labels, **budget)
+        # A misclassified image counts as broken without an attack.
         right = (logits.argmax(1) == labels) & (model(attacked).argmax(1) == labels)
-        sums["robust"] = right.sum()
-        return sums
+        return {**sums, "robust": right.sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         metrics = super().metrics(sums)

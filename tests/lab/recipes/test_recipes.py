@@ -360,6 +360,10 @@ def test_numbers_that_make_no_sense_are_refused_on_their_line(write, parts, word
     assert words in said
 
 
+def test_an_infinite_clip_means_no_clipping(write):
+    assert check(open_recipe(write(recipe()), overrides=["training.clip=inf"])).training.clip == float("inf")
+
+
 # The right line, however it is written
 
 LOOKALIKE = '"""\n[training]\nbatch_size = 3\n[[phases]]\nsead = 4\n"""'

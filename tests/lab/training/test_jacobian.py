@@ -19,7 +19,7 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import Setting
 from equipoise.lab.training.jacobian import jittered, penalty, weight_at
 from equipoise.lab.training.trainer import train
-from equipoise.models.parts.normalize import Normalize
+from equipoise.models.parts.images import Normalize
 from lab_helpers import EPOCHS, RECIPE
 
 

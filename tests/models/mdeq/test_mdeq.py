@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import equipoise as eq
+from equipoise.models.mdeq.cell import MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.heads import ImageHead, SegmentationHead
-from equipoise.models.mdeq.model import SIZES, MultiscaleCell, Size
+from equipoise.models.mdeq.model import SIZES
 from equipoise.problem.layout import Layout
 
 # --- the truth --------------------------------------------------------------------------------------------------------
@@ -235,14 +236,14 @@ def close(found, truth, tolerance=1e-10):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-THREE = Size((8, 12, 8), (2, 2, 3), 6, groups=2, expansion=2, dropout=0.3)
+THREE = MDEQSize((8, 12, 8), (2, 2, 3), 6, groups=2, expansion=2, dropout=0.3)
 DEEP = replace(THREE, channels=(8, 12), head_channels=(2, 2), downsamplings=2, post_affine=True)
-TWO = Size((8, 12), (2, 2), 6, groups=4, expansion=2, dropout=0.3)
+TWO = MDEQSize((8, 12), (2, 2), 6, groups=4, expansion=2, dropout=0.3)
 CASES = {
-    "one scale": Size((8,), (3,), 6, groups=4, dropout=0.3),
+    "one scale": MDEQSize((8,), (3,), 6, groups=4, dropout=0.3),
     "two scales": TWO,
-    "three scales": Size((8, 16, 32), (2, 3, 4), 10, groups=4, dropout=0.3),
-    "four scales": Size((8, 4, 12, 8), (1, 2, 3, 2), 5, groups=4, expansion=2, post_affine=True, dropout=0.3),
+    "three scales": MDEQSize((8, 16, 32), (2, 3, 4), 10, groups=4, dropout=0.3),
+    "four scales": MDEQSize((8, 4, 12, 8), (1, 2, 3, 2), 5, groups=4, expansion=2, post_affine=True, dropout=0.3),
     "big kernels": replace(TWO, channels=(4, 8), big_kernels=(1, 2)),
     "two blocks": replace(TWO, blocks=2),
     "broken expansion": replace(TWO, channels=(8, 8), expansion=2.5),
@@ -327,7 +328,7 @@ def test_parameters_of_f_in_closed_form(data, scales, groups, weight_norm, post_
     channels = data.draw(st.lists(st.sampled_from([8, 16, 24, 40]), min_size=scales, max_size=scales))
     big = data.draw(st.lists(st.integers(0, 2), min_size=scales, max_size=scales))
     expansion = data.draw(st.sampled_from([1, 2, 5, 6]))
-    size = Size(tuple(channels), (), 0, groups, expansion, 0.0, 0, post_affine, tuple(big), blocks)
+    size = MDEQSize(tuple(channels), (), 0, groups, expansion, 0.0, 0, post_affine, tuple(big), blocks)
     with torch.device("meta"):
         assert count(MultiscaleCell(size, weight_norm=weight_norm)) == closed_form(size, weight_norm)
 
@@ -423,7 +424,7 @@ def test_gradients_are_those_of_300_unrolled_steps(head, side):
 
 
 def test_jacobian_penalty_is_that_of_the_dense_jacobian():
-    size = Size((4, 4), (1, 1), 4, groups=2, expansion=2)
+    size = MDEQSize((4, 4), (1, 1), 4, groups=2, expansion=2)
     model, truth = pair(size)
     z, x = state_and_input(truth, 2, 4, 4, 4)
 
@@ -630,19 +631,19 @@ REFUSED = {
     "nor after downsampling": ({"downsamplings": 2, "shape": (3, 32, 40)}, "images of 32 x 40 .* multiples of 16"),
     "channels no list": ({"channels": 8}, "channels is 8; it must be a list of whole numbers"),
     "channels a fraction": ({"channels": (8, 2.5, 4)}, "channels is .* whole numbers"),
-    "channels none": ({"channels": ()}, "channels is empty.* one scale"),
+    "channels none": ({"channels": ()}, r"channels is \(\); it must be a list of .* one for each scale"),
     "channels zero": ({"channels": (8, 0, 4)}, "channels is .* at least 1"),
     "head channels too few": ({"head_channels": (4, 8)}, "head_channels has 2 entries and channels 3"),
     "big kernels too many": ({"big_kernels": (1, 1, 1, 1)}, "big_kernels has 4 entries and channels 3"),
     "big kernels 3": ({"big_kernels": (0, 3, 0)}, "big_kernels is .*3.* two convolutions: 0, 1 or 2"),
     "size": ({"size": "cifar10-smal"}, "no size of MDEQ 'cifar10-smal'; did you mean 'cifar10-small'"),
-    "groups do not divide": ({"groups": 16}, "groups is 16, which does not divide 8 channels"),
+    "groups do not divide": ({"groups": 16}, "groups is 16, but 16 does not divide 8 channels"),
     "groups and expansion": ({"groups": 8, "expansion": 1.5}, "groups is 8, .* expansion 1.5"),
     "groups zero": ({"groups": 0}, "groups is 0; it must be a whole number of at least 1"),
     "blocks zero": ({"blocks": 0}, "blocks is 0; it must be a whole number of at least 1"),
     "downsamplings": ({"downsamplings": -1}, "downsamplings is -1"),
     "dropout": ({"dropout": 1.0}, "dropout is 1.0; it must be a number of at least 0 and below 1"),
-    "half the groups": ({"channels": (5, 10, 20), "groups": 5}, "groups is 5, half of which, 2, does not divide 5"),
+    "half the groups": ({"channels": (5, 10, 20), "groups": 5}, "groups is 5, but 2 does not divide 5 channels"),
     "head channels zero": ({"head_channels": (4, 0, 4)}, "head_channels is .* at least 1"),
     "expansion": ({"expansion": float("nan")}, "expansion is nan; it must be a number above 0"),
     "head channels of no use": (
@@ -673,6 +674,6 @@ def test_refusals_of_f_and_of_the_image_head():
     with pytest.raises(ValueError, match="MultiscaleCell.activation is 'tanh'; allowed: 'relu', 'softplus'"):
         MultiscaleCell(TWO, activation="tanh")
     with pytest.raises(TypeError, match="post_affine is 'no'; it must be a bool"):
-        Size((8,), post_affine="no")
+        MDEQSize((8,), post_affine="no")
     with pytest.raises(ValueError, match="groups is 8; it must divide the sum of the channels, 12, and width, 32"):
         ImageHead((4, 8))

@@ -73,7 +73,7 @@ def test_images_of_another_shape_are_refused(kind, channels, given):
     for call in (model, model.bias, Certifier(model), model.eval()):
         with pytest.raises(ValueError, match=words):
             call(images)
-    with pytest.raises(ValueError, match="it must be .batch, channels, height, width., also of one image"):
+    with pytest.raises(ValueError, match="it must be .batch, channels, height, width., even for a single image"):
         model(torch.rand(1, 8, 8))
 
 

@@ -18,7 +18,7 @@ from equipoise.models.opteq import ring as ring_module
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.model import SIZES
 from equipoise.models.opteq.ring import Ring, carry, heritage
-from equipoise.models.opteq.stationarity import gradient_at
+from equipoise.models.opteq.theorems import gradient_at
 from equipoise.tasks.augmented import AugmentedClassification
 
 # --- the truth: features as (pixels x channels) matrices, operators as dense ones -----------------------------------
@@ -1407,7 +1407,10 @@ REFUSED = {
     "scales no list": ({"scales": 2}, "scales is 2; it must be a list of whole numbers of at least 1"),
     "scales zero": ({"scales": (1, 0)}, r"scales is \(1, 0\); it must be a list of whole numbers of at least 1"),
     "scales none": ({"scales": ()}, r"scales is (\(\)|empty).* one"),
-    "scales too large": ({"scales": (1, 9)}, r"scales is \(1, 9\), and g has 8 x 8 pixels: a branch needs one"),
+    "scales too large": (
+        {"scales": (1, 9)},
+        r"scales is \(1, 9\), and g has 8 x 8 pixels: a branch needs",
+    ),
     "scales after downsampling": ({"scales": (4,), "downsamplings": 2, "stem": 2}, "scales is .*g has 2 x 2 pixels"),
     "even kernel": ({"kernel": 4}, "kernel is 4; it must be odd, so that an image keeps its size"),
     "even injection kernel": ({"injection_kernel": 2}, "injection_kernel is 2; it must be odd"),

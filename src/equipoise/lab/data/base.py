@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, ...]  # inputs first, then targets; each batch first
-
+from equipoise.tasks.base import Batch
 
 FACTS = ("shape", "classes", "class_names", "mean", "std")  # of a data set, which models and tasks may ask for
 

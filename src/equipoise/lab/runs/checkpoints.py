@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
 from equipoise.lab.recipes.reading import SAVED, RecipeError, key_paths, looked_up
 from equipoise.lab.runs.folder import BEST
-from equipoise.models.parts.normalize import Normalize
+from equipoise.models.parts.images import Normalize
 from equipoise.registry import MissingPackage, UnknownName, UntrustedName
 
 FORMAT = 1

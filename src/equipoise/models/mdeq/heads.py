@@ -1,7 +1,7 @@
-"""What reads the equilibrium of a multiscale model: a class for the image, one for every pixel, or an image.
+"""Heads of multiscale models: a class for the image, a class for each pixel, or an image.
 
 S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020), section 4.2 and the authors' code; the
-image head after the generators of S. Gurumurthy et al., "Joint inference and input optimization in equilibrium
+image head follows the generators of S. Gurumurthy et al., "Joint inference and input optimization in equilibrium
 networks" (2021), appendix C.
 """
 
@@ -14,22 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EXPANSION = 4  # of a bottleneck's channels
+from equipoise.models.parts.images import conv_norm_relu
+
+EXPANSION = 4  # a bottleneck's outputs / its inner channels
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; their norms learn no scale."""
+    """1x1, 3x3 and 1x1 convolutions whose norms learn no scale, and a shortcut."""
 
     def __init__(self, inputs: int, channels: int):
         super().__init__()
         outputs = EXPANSION * channels
         self.inner = nn.Sequential(
-            nn.Conv2d(inputs, channels, 1, bias=False),
-            nn.BatchNorm2d(channels, affine=False),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels, affine=False),
-            nn.ReLU(inplace=True),
+            *conv_norm_relu(inputs, channels, 1, affine=False),
+            *conv_norm_relu(channels, channels, 3, affine=False),
             nn.Conv2d(channels, outputs, 1, bias=False),
             nn.BatchNorm2d(outputs, affine=False),
         )
@@ -42,26 +40,18 @@ class Bottleneck(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Every scale widened, merged into the next lower resolution, averaged over the image.
+    """Widens every scale, merges it into the next lower resolution, and averages the last over the image.
 
-    Args:
-        channels: of each scale.
-        head_channels: of each scale's bottleneck; four times as many leave it.
-        final_channels: averaged over the image.
-        classes: how many.
+    The channels are those of :class:`~equipoise.models.mdeq.cell.MDEQSize`.
     """
 
     def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
         super().__init__()
         widths = [EXPANSION * h for h in head_channels]
         self.widen = nn.ModuleList(Bottleneck(c, h) for c, h in zip(channels, head_channels, strict=True))
-        self.merge = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-            for a, b in itertools.pairwise(widths)
-        )
-        self.final = nn.Sequential(
-            nn.Conv2d(widths[-1], final_channels, 1), nn.BatchNorm2d(final_channels), nn.ReLU(inplace=True)
-        )
+        pairs = itertools.pairwise(widths)
+        self.merge = nn.ModuleList(conv_norm_relu(a, b, 3, stride=2, bias=True) for a, b in pairs)
+        self.final = conv_norm_relu(widths[-1], final_channels, 1, bias=True)
         self.classify = nn.Linear(final_channels, classes)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
@@ -72,31 +62,25 @@ class ClassificationHead(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """All scales at the first one's resolution, and two convolutions: logits (batch, classes, height, width).
-
-    Args:
-        channels: of each scale.
-        classes: how many.
-        kernel: of the last convolution.
-    """
+    """Two convolutions of all scales at the resolution of the first: logits (batch, classes, height, width)."""
 
     def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
         super().__init__()
         width = sum(channels)
-        self.mix = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.mix = conv_norm_relu(width, width, 1, bias=True)
         self.classify = nn.Conv2d(width, classes, kernel, padding=kernel // 2)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
-        return self.classify(self.mix(together(z)))
+        return self.classify(self.mix(at_first_resolution(z)))
 
 
 class ImageHead(nn.Module):
-    """All scales at the first one's resolution, made into an image in [-1, 1].
+    """Turns all scales, at the resolution of the first, into an image in [-1, 1].
 
     Args:
-        channels: of each scale.
-        outputs: colours of the image.
-        groups: of GroupNorm; they must divide the sum of the channels and ``width``.
+        channels: channels of each scale.
+        outputs: channels of the image.
+        groups: number of groups of GroupNorm; it must divide the sum of the channels and ``width``.
         width: channels of the last layers.
     """
 
@@ -107,26 +91,21 @@ class ImageHead(nn.Module):
             raise ValueError(
                 f"groups is {groups}; it must divide the sum of the channels, {total}, and width, {width}."
             )
-        self.layers = nn.Sequential(
+        convs = (
             nn.Conv2d(total, total, 1),
-            nn.GroupNorm(groups, total),
-            nn.ReLU(inplace=True),
             nn.Conv2d(total, width, 3, padding=1),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(inplace=True),
             nn.ConvTranspose2d(width, width, 3, padding=1),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(width, outputs, 3, padding=1),
         )
+        normed = [(conv, nn.GroupNorm(groups, conv.out_channels), nn.ReLU(inplace=True)) for conv in convs]
+        last = nn.ConvTranspose2d(width, outputs, 3, padding=1)
+        self.layers = nn.Sequential(*itertools.chain.from_iterable(normed), last)
 
     def forward(self, z: tuple[Tensor, ...]) -> Tensor:
-        return torch.tanh(self.layers(together(z)))
+        return torch.tanh(self.layers(at_first_resolution(z)))
 
 
-def together(z: tuple[Tensor, ...]) -> Tensor:
-    """All scales at the size of the first, as channels of one tensor; corners stay corners."""
+def at_first_resolution(z: tuple[Tensor, ...]) -> Tensor:
+    """Return all scales at the resolution of the first as channels of one tensor; corners map to corners."""
     size = z[0].shape[2:]
-    return torch.cat(
-        [z[0], *(F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])], dim=1
-    )
+    resized = (F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])
+    return torch.cat([z[0], *resized], dim=1)

@@ -1,4 +1,4 @@
-"""monDEQ: classifiers whose equilibrium exists, is unique and is found, for every value of the weights.
+"""monDEQ: classifiers whose equilibrium exists, is unique and is reached by the solver, whatever the weights.
 
 E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes of table E1, whose 84,460 parameters on
 MNIST are those of 56 channels, not 54.
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mondeq.certificate import Certificate, certify
-from equipoise.models.parts.normalize import Normalize
+from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.operators.splitting import PeacemanRachford
-from equipoise.options import is_number, require_images
+from equipoise.options import is_number
 from equipoise.tolerance import Tolerance
 
 KINDS = ("dense", "conv", "multitier")
@@ -28,15 +28,15 @@ TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
 
 
 class MonDEQ(nn.Module):
-    """z* = s(W z* + U x + b) with a monotone I - W, and a linear head: images in [0, 1] to logits (E.1).
+    """z* = s(W z* + U x + b) with a monotone I - W, and a linear head: maps images in [0, 1] to logits (E.1).
 
     Args:
-        shape: of one image, (channels, height, width).
-        classes: how many.
-        mean, std: of the images per channel.
-        kind: "dense", one convolution ("conv") or several resolutions ("multitier").
-        channels: of z*: features of a dense model, a tuple of channels for a multi-tier one.
-        m: the strong monotonicity of I - W.
+        shape: shape of one image, (channels, height, width).
+        classes: number of classes.
+        mean, std: mean and standard deviation of the images, per channel.
+        kind: "dense", "conv" (one convolution) or "multitier" (several resolutions).
+        channels: channels of z*: for "dense" the number of features, for "multitier" a tuple.
+        m: strong monotonicity of I - W.
         activation: s, a proximal activation.
         pool: side of the squares that the convolutional model averages over before its head.
 
@@ -50,8 +50,8 @@ class MonDEQ(nn.Module):
         self,
         shape: tuple[int, int, int],
         classes: int,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
         kind: str = "conv",
         channels: int | Sequence[int] = 56,
         m: float = 1.0,
@@ -59,14 +59,13 @@ class MonDEQ(nn.Module):
         pool: int = 4,
     ):
         super().__init__()
-        require_images(shape, classes, mean)
+        self.normalize = normalize_for(shape, classes, mean, std)
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
         if not isinstance(channels, tuple | list if kind == "multitier" else int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
         self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool
-        self.normalize = Normalize(mean, std)
         if kind == "dense":
             operator = MonotoneLinear(channels, m=m)  # type: ignore[arg-type]
             self.inject: Any = nn.Linear(math.prod(shape), operator.features)
@@ -90,12 +89,8 @@ class MonDEQ(nn.Module):
         return self.layer.f.operator  # type: ignore[attr-defined]
 
     def bias(self, x: Tensor) -> Any:
-        """U x + b, on the grid of z; x are images of mean 0 and variance 1."""
-        if tuple(x.shape[1:]) != self.shape:
-            raise ValueError(
-                f"images have shape {tuple(x.shape[1:])}; this model was made for {self.shape}: the grid of its "
-                "equilibrium is fixed. Resize the images, or make a model for their shape."
-            )
+        """Return U x + b of normalised images, on the grid of z."""
+        require_shape(x, self.shape, "the grid of its equilibrium is fixed")
         if self.kind == "dense":
             return self.inject(x.flatten(1))
         grid = self.operator.grid if self.kind == "conv" else self.operator.grids[0]
@@ -103,7 +98,7 @@ class MonDEQ(nn.Module):
         return injected if self.kind == "conv" else (injected,)  # the input enters the first tier
 
     def features(self, z: Any) -> Tensor:
-        """What the head reads: z, its image averaged over squares, or the last tier with its border."""
+        """Return what the head reads: z, its image averaged over squares, or the last tier with its border."""
         if self.kind == "dense":
             return z
         z = self.operator.checked(z)
@@ -119,10 +114,10 @@ class MonDEQ(nn.Module):
         return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
 
     def certificate(self, alpha: float | None = None) -> Certificate:
-        """What is proven of the model as it is: a rate of convergence, and how far a change of an image goes.
+        """Return bounds that are proven for the current weights: the rate of convergence and the Lipschitz constants.
 
         Args:
-            alpha: the step of the solver to look at; None is the layer's own.
+            alpha: step size of the solver; None for the layer's own.
 
         Example:
             >>> print(model.certificate())
@@ -131,18 +126,17 @@ class MonDEQ(nn.Module):
 
 
 def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """A 3x3 convolution of (batch, C, H, W) images, zeros around them, as (H, W, C, batch).
+    """Return the 3x3 convolution of zero-padded (batch, C, H, W) images as (H, W, C, batch).
 
-    The taps of its few input channels are gathered, so that one product gives the order in which operators compute;
-    turning the many output channels round costs more.
+    Gathering the taps of the few input channels makes one matrix product give the memory order in which operators
+    compute; permuting the many output channels would cost more.
     """
     padded = F.pad(memory(x), (0, 0, 0, 0, 1, 1, 1, 1))
     (height, width), (outputs, inputs) = x.shape[2:], layer.weight.shape[:2]
+    pixels = height * width
     taps = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    patches = torch.stack(taps, dim=2).view(height * width, 9 * inputs, len(x))
+    patches = torch.stack(taps, dim=2).view(pixels, 9 * inputs, len(x))
     kernel = layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs)
     assert layer.bias is not None
-    out = torch.baddbmm(
-        layer.bias[:, None].expand(height * width, -1, 1), kernel.expand(height * width, -1, -1), patches
-    )
+    out = torch.baddbmm(layer.bias[:, None].expand(pixels, -1, 1), kernel.expand(pixels, -1, -1), patches)
     return out.view(height, width, outputs, len(x))

@@ -1,1 +1,1 @@
-"""OptEq, POptEq and MOptEq: equilibria that minimise a hidden objective (Li et al. 2022)."""
+"""OptEq, POptEq and MOptEq: equilibria that are stationary points of an explicit objective (Li et al. 2022)."""

@@ -1,4 +1,4 @@
-"""What OptEq, POptEq and MOptEq iterate, T(z), and the objective G whose stationary points are its fixed points.
+"""The map T(z) that OptEq, POptEq and MOptEq iterate, and the objective G whose stationary points are its fixed points.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022). For every branch i
 
@@ -7,8 +7,7 @@ M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium 
 
 where s = prox_f and h is the negative gradient of the coupling (:mod:`equipoise.models.opteq.ring`). So the fixed
 points of T are the stationary points of G (proposition 1), and T is a proximal gradient step of length 1 on G as a
-function of y. That is all one ever needs: s gives y, and nothing has to be inverted. The published
-eq. 1 has lost its outer W^T.
+function of y. Nothing has to be inverted, since s gives y. The published eq. 1 has lost its outer W^T.
 
 The Perturbation Enhanced strategy (section 2.2): each branch sees g moved to where the branch before it does worst,
 by delta_i = epsilon sign(U_i^T y_i), which raises G by epsilon |U_i^T y_i|_1 as far as G is linear in g.
@@ -34,20 +33,20 @@ MODES = ("train", "always", "off")
 
 
 class Branches(nn.Module):
-    """T for branches of equally many channels, each at its own resolution.
+    """T for branches with the same number of channels, each at its own resolution.
 
     Args:
-        channels: of every branch.
+        channels: number of channels of every branch.
         sizes: (height, width) of each branch.
         inputs: shape of g, (channels, height, width).
-        ring: how branches are coupled.
+        ring: coupling of the branches.
         kernel, injection_kernel: sides of the convolutions W_i and U_i, odd.
-        bound: zeta, below 1: no W_i has a larger operator norm.
-        injection_bound: the same for U_i; proposition 2 needs 1.
+        bound: zeta, upper bound of the operator norm of every W_i, below 1.
+        injection_bound: upper bound of the operator norm of every U_i; proposition 2 needs 1.
         activation: s, a proximal activation.
         order: "gauss-seidel", one branch after the other as in algorithm 2, or "jacobi", all at once.
         perturbation: epsilon, in units of g.
-        perturb: when branches are perturbed: "train", "always" or "off".
+        perturb: when branches are perturbed: "train" (in training mode), "always" or "off".
 
     Example:
         >>> cell = Branches(16, sizes=[(32, 32)] * 3, inputs=(16, 32, 32), ring=Ring(diversity=0.01))
@@ -86,7 +85,7 @@ class Branches(nn.Module):
             raise ValueError("sizes is empty; there must be at least one branch.")
         if perturb != "off" and len(self.sizes) == 1:
             raise ValueError(
-                f"perturb is {perturb!r}, and there is one branch: each is perturbed by the one before it. Use "
+                f"perturb is {perturb!r}, and there is one branch: each branch is perturbed by the one before it. Use "
                 "perturb='off', or more branches."
             )
         for name in ("kernel", "injection_kernel"):
@@ -119,7 +118,7 @@ class Branches(nn.Module):
         return Objective(self, problem)
 
     def check(self, z: Images, batch: int) -> None:
-        """Refuse what is not one image of the right shape per sample and branch."""
+        """Raise unless z has one image of the right shape for each sample and branch."""
         wanted = [(batch, self.channels, *size) for size in self.sizes]
         given = [tuple(part.shape) for part in z] if isinstance(z, tuple | list) else tuple(z.shape)
         if given != wanted:
@@ -128,10 +127,8 @@ class Branches(nn.Module):
                 "model.branches(model.features(images))."
             )
 
-    # What a solve is given
-
     def prepare(self, g: Tensor) -> tuple[Any, ...]:
-        """The inputs of a solve: x, and where the sign is smoothed t, by W^T s(x), T(0) but for the order."""
+        """Return the inputs of a solve: x and, for a smooth sign, t, computed at W^T s(x) (T(0) in Jacobi order)."""
         if tuple(g.shape[1:]) != self.inputs:
             raise ValueError(
                 f"g has shape {tuple(g.shape[1:])}; these branches were made for {self.inputs}: they have fixed sizes."
@@ -142,38 +139,36 @@ class Branches(nn.Module):
         return x, self.ring.thresholds(self.lower(tuple(self.activation(part) for part in x)))
 
     def injected(self, i: int, g: Tensor) -> Tensor:
-        """U_i g: g at the size of the branch, convolved."""
+        """Return U_i g: g at the size of the branch, convolved."""
         return self.U[i](carry(g, self.sizes[i]))
 
     def reconstructed(self, i: int, y: Tensor) -> Tensor:
-        """U_i^T y: what branch i makes of g."""
+        """Return U_i^T y, a reconstruction of g from branch i."""
         return carry(self.U[i].adjoint(y), self.inputs[1:])  # type: ignore[operator]
 
     def start(self, x: Images, t: Tensor | None = None) -> Images:
         return tuple(torch.zeros_like(part) for part in x)
 
-    # T
-
     def forward(self, z: Images, x: Images, t: Tensor | None = None) -> Images:
         return self.sweep(z, x, t)[1] if self.order == "gauss-seidel" else self.lower(self.lift(z, x, t))
 
     def preactivation(self, z: Images, x: Images, t: Tensor | None = None) -> Images:
-        """W h(z) + x, all branches at once."""
+        """Return W h(z) + x, all branches at once."""
         return tuple(W(h) + given for W, h, given in zip(self.W, self.ring.h(z, t), x, strict=True))
 
     def lift(self, z: Images, x: Images, t: Tensor | None = None) -> Images:
-        """y = s(W h(z) + x), all branches at once; at the equilibrium it is W^-T z."""
+        """Return y = s(W h(z) + x), all branches at once; at the equilibrium it is W^-T z."""
         y: list[Tensor] = []
         for i, pre in enumerate(self.preactivation(z, x, t)):
             y.append(self.activation(pre if i == 0 else self.moved(i, pre, y[-1])))
         return tuple(y)
 
     def lower(self, y: Images) -> Images:
-        """z = W^T y."""
+        """Return z = W^T y."""
         return tuple(W.adjoint(part) for W, part in zip(self.W, y, strict=True))  # type: ignore[operator]
 
     def sweep(self, z: Images, x: Images, t: Tensor | None = None) -> tuple[Images, Images]:
-        """y and z, each branch seeing what those before it have become (algorithm 2)."""
+        """Return y and z, each branch seeing the new values of those before it (algorithm 2)."""
         new, y = list(z), []
         for i, W in enumerate(self.W):
             pre = W(self.ring.h_of(i, new, t)) + x[i]
@@ -182,21 +177,19 @@ class Branches(nn.Module):
         return tuple(y), tuple(new)
 
     def moved(self, i: int, pre: Tensor, before: Tensor) -> Tensor:
-        """What branch i sees once g is perturbed by the y of the branch before it."""
+        """Return the preactivation of branch i for a g perturbed by the y of the branch before it."""
         if not self.perturbed:
             return pre
         with torch.no_grad():  # a sign has no derivative
             delta = self.perturbation * self.reconstructed(i - 1, before).sign()
         return pre - self.injected(i, delta)
 
-    # G
-
     def objective(self, y: Images, x: Images, t: Tensor | None = None) -> Tensor:
-        """G of each sample as a function of y; infinite where f is."""
+        """Return G of each sample as a function of y; infinite where f is."""
         return self.energy(y, self.lower(y), x, t)
 
     def energy(self, y: Images, z: Images, x: Images, t: Tensor | None = None) -> Tensor:
-        """G, where z = W^T y is known already."""
+        """Return G, given z = W^T y as well."""
         terms = [
             (self.activation.function(part) - given * part + part.square() / 2).flatten(1).sum(dim=1)
             for part, given in zip(y, x, strict=True)
@@ -211,5 +204,5 @@ class Branches(nn.Module):
 
 
 def constrained(inputs: int, outputs: int, side: int, bound: float) -> SpectralNorm:
-    """A convolution that keeps the size of an image, its operator norm bounded."""
+    """Return a convolution that keeps the size of an image and whose operator norm is bounded."""
     return SpectralNorm(nn.Conv2d(inputs, outputs, side, padding=side // 2, bias=False), bound)

@@ -1,18 +1,19 @@
-"""OptEq, POptEq, MOptEq: classifiers whose equilibrium is a stationary point of an objective that can be written down.
+"""OptEq, POptEq, MOptEq: classifiers whose equilibrium is a stationary point of an explicit objective.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022); OptEq: X. Xie et al.,
-"Optimization induced equilibrium networks" (2021). What is solved stands in :mod:`equipoise.models.opteq.branches`.
+"Optimization induced equilibrium networks" (2021). For the map that is iterated and its objective see
+:mod:`equipoise.models.opteq.branches`.
 
-The paper's own wiring cannot be recovered: its counts of parameters do not fit its numbers of channels (four dense 3x3
-convolutions of 256 channels alone have 2.4M parameters, and the whole model is said to have 1.9M), and no one wiring
-gives all of them. The sizes here have the paper's counts.
+The paper's own wiring cannot be recovered: its parameter counts do not fit its numbers of channels (four dense 3x3
+convolutions of 256 channels alone have 2.4M parameters, but the whole model is said to have 1.9M), and no single wiring
+reproduces all of them. The sizes here have the paper's parameter counts.
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,14 +22,12 @@ from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.models.opteq.branches import Branches
-from equipoise.models.opteq.contraction import Contraction, contraction_of
 from equipoise.models.opteq.ring import Images, Ring
-from equipoise.models.opteq.stationarity import Verification, refuse_perturbed, verification_of
-from equipoise.models.parts.normalize import Normalize
-from equipoise.models.parts.sizes import sized
-from equipoise.models.parts.stem import stem
-from equipoise.models.parts.temporary import forgetful, unperturbed
-from equipoise.options import require, require_images
+from equipoise.models.opteq.theorems import Contraction, Verification, contraction_of, refuse_perturbed, verification_of
+from equipoise.models.parts.context_managers import changed, keeping_statistics
+from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape, stem
+from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, positional_of, require_counts, sized
+from equipoise.options import options, require
 from equipoise.problem.scope import Scope
 from equipoise.solvers import Anderson
 from equipoise.tolerance import Tolerance
@@ -37,16 +36,16 @@ TOLERANCE = Tolerance(relative=1e-3, max_steps=60)
 FUSIONS = ("none", "sum", "conv")
 
 
-@dataclass(frozen=True)
-class Size:
+@options
+class BranchSize:
     """The numbers that make a model.
 
     Args:
-        channels: of g and of every branch.
-        scales: for each branch, by what its resolution is lower than that of g.
+        channels: channels of g and of every branch.
+        scales: for each branch, the factor by which its resolution is lower than that of g.
         kernel, injection_kernel: sides of the convolutions W_i and U_i, odd.
-        stem: 3x3 convolutions that make g, each with BatchNorm and ReLU.
-        downsamplings: how many of them, from the first on, halve the image.
+        stem: number of 3x3 convolutions that make g, each with BatchNorm and ReLU.
+        downsamplings: how many of them, starting with the first, halve the image.
     """
 
     channels: int
@@ -57,12 +56,7 @@ class Size:
     downsamplings: int = 0
 
     def __post_init__(self) -> None:
-        scales = self.scales
-        if not (isinstance(scales, tuple | list) and scales and all(type(s) is int and s >= 1 for s in scales)):
-            raise ValueError(
-                f"scales is {scales!r}; it must be a list of whole numbers of at least 1, one for each branch."
-            )
-        object.__setattr__(self, "scales", tuple(scales))
+        require_counts(self, "scales", "branch")
         require(self, "channels", at_least=1, whole=True)
         require(self, "stem", at_least=1, whole=True)
         require(self, "downsamplings", at_least=0, at_most=self.stem, whole=True)
@@ -70,50 +64,62 @@ class Size:
 
 _FOUR: dict[str, Any] = {"scales": (1, 2, 4, 8), "injection_kernel": 1}
 _LARGE_IMAGES: dict[str, Any] = {**_FOUR, "stem": 2, "downsamplings": 2}
-SIZES = {  # by the paper's counts of parameters; "reduced" is for two cores
-    "reduced": Size(16),
-    "single-193k": Size(32, kernel=5, injection_kernel=5, stem=5),
-    "multi-0.48m": Size(108, stem=1, **_FOUR),
-    "multi-1.9m": Size(216, stem=1, **_FOUR),
-    "multi-8.1m": Size(448, stem=1, **_FOUR),
-    "imagenette-1.9m": Size(196, **_LARGE_IMAGES),
-    "imagenette-10m": Size(450, **_LARGE_IMAGES),
-    "imagenet-13m": Size(475, **_LARGE_IMAGES),
+SIZES = {  # named after the paper's parameter counts; "reduced" is for two cores
+    "reduced": BranchSize(16),
+    "single-193k": BranchSize(32, kernel=5, injection_kernel=5, stem=5),
+    "multi-0.48m": BranchSize(108, stem=1, **_FOUR),
+    "multi-1.9m": BranchSize(216, stem=1, **_FOUR),
+    "multi-8.1m": BranchSize(448, stem=1, **_FOUR),
+    "imagenette-1.9m": BranchSize(196, **_LARGE_IMAGES),
+    "imagenette-10m": BranchSize(450, **_LARGE_IMAGES),
+    "imagenet-13m": BranchSize(475, **_LARGE_IMAGES),
 }
 
 
 class BranchModel(nn.Module, ABC):
-    """Stem g, branches at equilibrium, head: images in [0, 1] to logits. ``options`` are those of :class:`Branches`."""
+    """Stem g, branches at equilibrium, head: maps images in [0, 1] to logits.
+
+    Args:
+        shape: shape of one image, (channels, height, width).
+        classes: number of classes.
+        mean, std: mean and standard deviation of the images, per channel.
+        size: key of ``SIZES``.
+        ring: coupling of the branches.
+        options: numbers that replace those of the size, see :class:`BranchSize`, and keyword options of
+            :class:`~equipoise.models.opteq.branches.Branches`.
+    """
 
     def __init__(
         self,
         shape: tuple[int, int, int],
         classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        size: Size,
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
+        size: str = "single-193k",
+        *,
         ring: Ring,
         **options: Any,
     ):
         super().__init__()
-        require_images(shape, classes, mean)
-        self.shape, self.size = tuple(shape), size
-        grid = tuple(-(-n // 2**size.downsamplings) for n in shape[1:])
-        if min(grid) < max(size.scales):
-            raise ValueError(f"scales is {size.scales}, and g has {grid[0]} x {grid[1]} pixels: a branch needs one.")
-        self.normalize = Normalize(mean, std)
-        self.stem = stem(shape[0], size.channels, size.stem, size.downsamplings)
+        self.normalize = normalize_for(shape, classes, mean, std)
+        numbers = {field.name: options.pop(field.name, None) for field in fields(BranchSize)}
+        self.shape, self.size = tuple(shape), sized(SIZES, size, "OptEq", numbers)
+        channels, scales, downsamplings = self.size.channels, self.size.scales, self.size.downsamplings
+        height, width = (-(-n // 2**downsamplings) for n in shape[1:])
+        if min(height, width) < max(scales):
+            raise ValueError(f"scales is {scales}, and g has {height} x {width} pixels: a branch needs at least one.")
+        self.stem = stem(shape[0], channels, self.size.stem, downsamplings)
         cell = Branches(
-            size.channels,
-            [(grid[0] // scale, grid[1] // scale) for scale in size.scales],
-            (size.channels, *grid),
+            channels,
+            [(height // scale, width // scale) for scale in scales],
+            (channels, height, width),
             ring,
-            kernel=size.kernel,
-            injection_kernel=size.injection_kernel,
+            kernel=self.size.kernel,
+            injection_kernel=self.size.injection_kernel,
             **options,
         )
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
-        # z is small: W shrinks it twice, and an average over the image more. Without this a head hardly learns.
+        # z is small: W shrinks it twice, and the average over the image further. Without a norm the head hardly learns.
         self.norm = nn.BatchNorm1d(self.read_channels, affine=False)
         self.head = nn.Linear(self.read_channels, classes)
 
@@ -123,42 +129,38 @@ class BranchModel(nn.Module, ABC):
 
     @property
     def read_channels(self) -> int:
-        """How many numbers the head reads."""
+        """Number of features that the head reads."""
         return self.size.channels * len(self.size.scales)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classify(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """g."""
+        """Return g."""
         normalized = self.normalize(images)
-        if tuple(images.shape[1:]) != self.shape:
-            raise ValueError(
-                f"images have shape {tuple(images.shape[1:])}; this model was made for {self.shape}: its branches have "
-                "fixed sizes. Resize the images, or make a model for their shape."
-            )
+        require_shape(images, self.shape, "its branches have fixed sizes")
         return self.stem(normalized)
 
     def classify(self, g: Tensor) -> Tensor:
-        """Logits, from g on."""
+        """Return the logits for g."""
         return self.read(self.branches(g))
 
     def branches(self, g: Tensor) -> Images:
-        """z of every branch at the equilibrium."""
+        """Return z of every branch at the equilibrium."""
         with Scope(len(g)).entered():  # what prepares the solve shares its weights
             return self.equilibrium(*self.cell.prepare(g))
 
     def read(self, z: Images) -> Tensor:
-        """Logits, from z on: the branches' averages over the image, normalised and weighed."""
-        seen = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
-        if self.training and len(seen) == 1:  # a single image has no variance: by what was seen before it
-            return self.head(F.batch_norm(seen, self.norm.running_mean, self.norm.running_var, eps=self.norm.eps))
-        return self.head(self.norm(seen))
+        """Return the logits for z: a linear map of the branches' averages over the image, normalised."""
+        averages = torch.cat([part.mean(dim=(2, 3)) for part in z], dim=1)
+        if self.training and len(averages) == 1:  # a single image has no variance: use the running statistics
+            return self.head(F.batch_norm(averages, self.norm.running_mean, self.norm.running_var, eps=self.norm.eps))
+        return self.head(self.norm(averages))
 
     def objective(self, z: Images, images: Tensor) -> Tensor:
-        """G of each image at its equilibrium z, (batch,): from y = s(W h(z) + x), which there is W^-T z.
+        """Return G of each image at its equilibrium z, (batch,), from y = s(W h(z) + x), which is W^-T z there.
 
-        In the mode, training or evaluation, in which z was solved for: g depends on it.
+        Call it in the mode, training or evaluation, in which z was computed: g depends on it.
 
         Example:
             >>> z = model.branches(model.features(images))
@@ -166,16 +168,12 @@ class BranchModel(nn.Module, ABC):
         """
         refuse_perturbed(self.cell)
         self.cell.check(z, len(images))
-        with forgetful(self.stem):
+        with keeping_statistics(self.stem):
             inputs = self.cell.prepare(self.features(images))
         return self.cell.objective(self.cell.lift(z, *inputs), *inputs)
 
     def verify(self, images: Tensor, relative: float | None = None) -> Verification:
-        """Solve for these images and check proposition 1: the gradient of G there, by how much it is not zero.
-
-        Args:
-            images: a batch.
-            relative: tolerance of the solve; None is a hundred rounding units.
+        """Check proposition 1: solve, by default to 100 rounding units, and measure the gradient of G there.
 
         Example:
             >>> print(model.double().verify(images.double()))
@@ -183,23 +181,19 @@ class BranchModel(nn.Module, ABC):
         return verification_of(self, images, relative)
 
     def certificate(self, images: Tensor | None = None) -> Contraction:
-        """What is proven of the convergence of T, and where nothing is, what is measured at the equilibria of images.
-
-        Example:
-            >>> print(model.certificate(images))
-        """
+        """Return what is proven about the convergence of T, and what is measured at the equilibria of the images."""
         return contraction_of(self, images)
+
+
+IMAGES_AND_SIZE = positional_of(BranchModel)
 
 
 class OptEq(BranchModel):
     """One branch: z = W^T s(W z + U g + b) (eq. 1), the minimum of a convex G (eq. 2).
 
     Args:
-        shape: of one image, (channels, height, width).
-        classes: how many.
-        mean, std: of the images per channel.
-        size: a name of ``SIZES``, of which a single branch is taken; every number of it can be given by itself as well:
-        channels, kernel, injection_kernel, stem, downsamplings: see :class:`Size`; None is as the size says.
+        shape, classes, mean, std, size: see :class:`BranchModel`; one branch of the size is built.
+        channels, kernel, injection_kernel, stem, downsamplings: numbers of the size, see :class:`BranchSize`.
         bound, activation: see :class:`~equipoise.models.opteq.branches.Branches`.
 
     Example:
@@ -207,87 +201,34 @@ class OptEq(BranchModel):
         >>> print(model.verify(images))
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
-        size: str = "single-193k",
-        channels: int | None = None,
-        kernel: int | None = None,
-        injection_kernel: int | None = None,
-        stem: int | None = None,
-        downsamplings: int | None = None,
-        bound: float = 0.9,
-        activation: Any = "relu",
-    ):
-        chosen = sized(
-            SIZES,
-            size,
-            "OptEq",
-            channels=channels,
-            scales=(1,),
-            kernel=kernel,
-            injection_kernel=injection_kernel,
-            stem=stem,
-            downsamplings=downsamplings,
-        )
-        ring = Ring(heritage=False)
-        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation)
+    @accepts(
+        *IMAGES_AND_SIZE, *numbers_of(BranchSize, without=["scales"]), *options_of(Branches, "bound", "activation")
+    )
+    def __init__(self, *images_and_size: Any, **options: Any):
+        super().__init__(*images_and_size, ring=Ring(heritage=False), scales=(1,), **options)
 
 
 class POptEq(BranchModel):
-    """Parallel branches, each an OptEq of its own (eq. 10), brought together after the equilibrium.
+    """Parallel branches, each an independent OptEq (eq. 10), combined after the equilibrium.
 
     Args:
-        shape, classes, mean, std, size, channels, kernel, injection_kernel, stem, downsamplings, bound, activation: as
-            of :class:`OptEq`.
-        scales: see :class:`Size`.
         fusion: "none", "sum" of the branches, or "conv", a 3x3 convolution over the channels of all of them and a ReLU.
+        scales: see :class:`BranchSize`. Other options are those of :class:`OptEq`.
 
     Example:
         >>> POptEq(shape=(3, 32, 32), classes=10, fusion="conv")
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
-        size: str = "single-193k",
-        channels: int | None = None,
-        scales: Sequence[int] | None = None,
-        kernel: int | None = None,
-        injection_kernel: int | None = None,
-        stem: int | None = None,
-        downsamplings: int | None = None,
-        fusion: str = "none",
-        bound: float = 0.9,
-        activation: Any = "relu",
-    ):
+    @accepts(*IMAGES_AND_SIZE, *numbers_of(BranchSize), *options_of(Branches, "bound", "activation"))
+    def __init__(self, *images_and_size: Any, fusion: str = "none", **options: Any):
         if fusion not in FUSIONS:
             raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
         self.fusion = fusion
-        chosen = sized(
-            SIZES,
-            size,
-            "OptEq",
-            channels=channels,
-            scales=scales,
-            kernel=kernel,
-            injection_kernel=injection_kernel,
-            stem=stem,
-            downsamplings=downsamplings,
-        )
-        ring = Ring(heritage=False)
-        super().__init__(shape, classes, mean, std, chosen, ring, bound=bound, activation=activation)
-        if fusion != "none" and len(set(self.size.scales)) > 1:
-            raise ValueError(
-                f"fusion is {fusion!r}, and the branches differ in size (scales {self.size.scales}): use 'none'."
-            )
-        width = self.size.channels * len(self.size.scales)
+        super().__init__(*images_and_size, ring=Ring(heritage=False), **options)
+        scales = self.size.scales
+        if fusion != "none" and len(set(scales)) > 1:
+            raise ValueError(f"fusion is {fusion!r}, and the branches differ in size (scales {scales}): use 'none'.")
+        width = self.size.channels * len(scales)
         self.fuse = nn.Conv2d(width, width, 3, padding=1, bias=False) if fusion == "conv" else None
 
     @property
@@ -306,75 +247,34 @@ class MOptEq(BranchModel):
     """Branches on a ring, coupled inside the equilibrium by hierarchical heritage and diversity (eq. 5, 6).
 
     Args:
-        shape, classes, mean, std, size, channels, scales, kernel, injection_kernel, stem, downsamplings, bound,
-            activation: as of :class:`POptEq`.
         heritage, diversity, sign, smoothing: see :class:`~equipoise.models.opteq.ring.Ring`.
-        order, perturbation, perturb: see :class:`~equipoise.models.opteq.branches.Branches`; the last two are of the
-            Perturbation Enhanced strategy.
+        order, perturbation, perturb: see :class:`~equipoise.models.opteq.branches.Branches`; the last two belong to the
+            Perturbation Enhanced strategy. Other options are those of :class:`POptEq` except for ``fusion``.
 
     Example:
         >>> model = MOptEq(shape=(3, 32, 32), classes=10, size="multi-0.48m", diversity=0.001, perturb="train")
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        classes: int,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
-        size: str = "single-193k",
-        channels: int | None = None,
-        scales: Sequence[int] | None = None,
-        kernel: int | None = None,
-        injection_kernel: int | None = None,
-        stem: int | None = None,
-        downsamplings: int | None = None,
-        heritage: bool = True,
-        diversity: float = 0.01,
-        sign: str = "smooth",
-        smoothing: float = 0.05,
-        bound: float = 0.9,
-        activation: Any = "relu",
-        order: str = "gauss-seidel",
-        perturbation: float = 0.1,
-        perturb: str = "off",
-    ):
-        chosen = sized(
-            SIZES,
-            size,
-            "OptEq",
-            channels=channels,
-            scales=scales,
-            kernel=kernel,
-            injection_kernel=injection_kernel,
-            stem=stem,
-            downsamplings=downsamplings,
-        )
-        ring = Ring(heritage=heritage, diversity=diversity, sign=sign, smoothing=smoothing)
-        super().__init__(
-            shape,
-            classes,
-            mean,
-            std,
-            chosen,
-            ring,
-            bound=bound,
-            activation=activation,
-            order=order,
-            perturbation=perturbation,
-            perturb=perturb,
-        )
+    @accepts(
+        *IMAGES_AND_SIZE,
+        *numbers_of(BranchSize),
+        *options_of(Ring),
+        *options_of(Branches, "bound", "activation", "order", "perturbation", "perturb"),
+    )
+    def __init__(self, *images_and_size: Any, diversity: float = 0.01, **options: Any):
+        coupling = {field.name: options.pop(field.name) for field in fields(Ring) if field.name in options}
+        super().__init__(*images_and_size, ring=Ring(diversity=diversity, **coupling), **options)
 
     def classify(self, g: Tensor) -> Tensor:
-        """Logits, from g on.
+        """Return the logits for g.
 
-        Branches that are perturbed in training only have averages in evaluation that the head has not seen: what it
-        normalises by then is gathered from unperturbed ones, which takes one more solve, without gradients.
+        Branches that are perturbed only in training have other averages in evaluation. So the head's running statistics
+        are gathered from unperturbed branches, which takes one more solve, without gradients.
         """
         if not (self.cell.perturb == "train" and self.cell.perturbed and self.norm.training and len(g) > 1):
             return super().classify(g)
         # Neither watched nor hooked: it is not the solve that is trained.
-        with torch.no_grad(), unperturbed(self.cell), watch_solves(), Scope(len(g)).entered():
+        with torch.no_grad(), changed([(self.cell, "perturb", "off")]), watch_solves(), Scope(len(g)).entered():
             self.read(self.equilibrium.solve(*self.cell.prepare(g)).value)
-        with forgetful(self.norm):
+        with keeping_statistics(self.norm):
             return super().classify(g)

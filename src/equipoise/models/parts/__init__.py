@@ -1,1 +1,1 @@
-"""Parts that several models share."""
+"""Parts shared by several models."""

@@ -42,7 +42,7 @@ from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of, start_from
 from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.mdeq.model import MultiscaleCell
+from equipoise.models.mdeq.cell import MultiscaleCell
 from equipoise.solvers import Broyden, Picard, Solver
 from equipoise.tolerance import Tolerance
 

@@ -57,7 +57,7 @@ from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.descent import ProximalGradient
 from equipoise.models.opteq.model import BranchModel
 from equipoise.models.opteq.ring import SIGNS, Images, Ring, carry, heritage
-from equipoise.models.parts.temporary import exact_gradients
+from equipoise.models.parts.context_managers import exact_gradients
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
 from equipoise.tasks.robustness import pgd
 from equipoise.tolerance import Tolerance
