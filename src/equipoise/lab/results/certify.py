@@ -22,7 +22,7 @@ from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.mondeq.certificate import Certificate, Certifier
 from equipoise.models.mondeq.model import MonDEQ
-from equipoise.options import is_number, options
+from equipoise.options import is_number, option, options
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
 

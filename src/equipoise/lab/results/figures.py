@@ -504,10 +504,10 @@ def equilibrium_of(trained: Trained, kind: type) -> Any:
     raise ValueError(f"{trained.file}: this figure requires a model with a {kind.__name__}, and this one has none.")
 
 
-def check_number(name: str, value: object, *, whole: bool = False, **bounds: float) -> None:
+def check_number(name: str, value: object, **bounds: Any) -> None:
     """Raise ValueError unless an option of a figure is a number within bounds."""
     try:
-        require_number(name, value, whole=whole, **bounds)
+        require_number(name, value, **bounds)
     except TypeError as error:  # the value comes from a file or the command line, which reports a ValueError
         raise ValueError(str(error)) from None
 
