@@ -302,7 +302,7 @@ def test_a_figure(run, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "must end in .png" in fails(capsys, "figure", "core/convergence", "--run", run, "--out", tmp_path / "x.abc")
     assert "have no effect on them" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
-    assert "(max_steps, relative, samples)" in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
+    assert ": max_steps, relative, samples." in fails(capsys, "figure", "core/convergence", "seed=3", "--run", run)
     assert "leave out seeds" in fails(capsys, "figure", "core/convergence", "seeds=2")
     assert main(["figure", "core/convergence", "samples=1", "--run", str(run), "--out", str(out)]) == 0
     assert "samples is 0" in fails(capsys, "figure", "core/convergence", "samples=0", "--run", run)

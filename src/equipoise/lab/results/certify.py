@@ -22,7 +22,7 @@ from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.mondeq.certificate import Certificate, Certifier
 from equipoise.models.mondeq.model import MonDEQ
-from equipoise.options import is_number, options, require
+from equipoise.options import is_number, option, options
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
 
@@ -44,15 +44,12 @@ class Certify:
         relative: relative tolerance of the certified solves.
     """
 
-    samples: int = 200
+    samples: int = option(default=200, at_least=0, whole=True)
     radii: Sequence[float] = ()
-    steps: int = 20
-    relative: float = 1e-6
+    steps: int = option(default=20, at_least=1, whole=True)
+    relative: float = option(default=1e-6, above=0.0, below=1.0)
 
     def __post_init__(self) -> None:
-        require(self, "samples", at_least=0, whole=True)
-        require(self, "steps", at_least=1, whole=True)
-        require(self, "relative", above=0.0, below=1.0)
         if not (isinstance(self.radii, Sequence) and all(is_number(radius, above=0) for radius in self.radii)):
             raise ValueError(
                 f"Certify.radii is {self.radii!r}; it must be a list of numbers above 0, such as [0.1, 0.5]."
