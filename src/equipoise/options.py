@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any, dataclass_transform
 
 
@@ -98,13 +97,6 @@ def require(
     elif kind is not None and not isinstance(value, kind):
         example = " (an object, not its class or its name)" if kind is not bool else ""
         raise TypeError(f"{where} is {value!r}; it must be a {kind.__name__}{example}.")
-
-
-def require_sequence_of_numbers(where: str, value: Any) -> None:
-    """Raise unless ``value`` is a sequence of numbers, such as the mean of each channel."""
-    listed = hasattr(value, "__len__") and hasattr(value, "__iter__")
-    if not listed or not all(isinstance(entry, Real) for entry in value):
-        raise TypeError(f"{where} is {value!r}; it must be a tuple of numbers, such as (0.5,).")
 
 
 def option(*, default: Any, **allowed: Any) -> Any:

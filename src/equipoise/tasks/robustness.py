@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from equipoise.fixed_point import watch_solves
 from equipoise.models.parts.context_managers import evaluating, exact_gradients
 from equipoise.models.parts.keyword_options import accepts, options_of, positional_of
-from equipoise.options import options, require
+from equipoise.options import option, options, require
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.classification import LabelTask, unwrapped
@@ -46,23 +46,18 @@ class Budget:
     """
 
     radius: float
-    norm: str = "linf"
-    steps: int = 20
-    step_size: float | None = None
-    restarts: int = 1
-    random_start: bool = True
+    norm: str = option(default="linf", among=NORMS)
+    steps: int = option(default=20, at_least=1, whole=True)
+    step_size: float | None = option(default=None, above=0, optional=True)
+    restarts: int = option(default=1, at_least=1, whole=True)
+    random_start: bool = option(default=True, kind=bool)
 
     def __post_init__(self) -> None:
         require(self, "radius", above=0)
-        require(self, "norm", among=NORMS)
         if self.norm == "linf" and self.radius > 1:
             raise ValueError(
                 f"Budget.radius is {self.radius}, and pixels are between 0 and 1; it must be at most 1, such as 8/255."
             )
-        require(self, "steps", at_least=1, whole=True)
-        require(self, "step_size", above=0, optional=True)
-        require(self, "restarts", at_least=1, whole=True)
-        require(self, "random_start", kind=bool)
 
     @property
     def size(self) -> float:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from equipoise.options import require
+from equipoise.options import is_number, require
 from equipoise.tasks.augmentation import random_view
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.drawing import class_colors, confusion_figure, confusion_matrix, in_three_colors, overlay
@@ -254,13 +254,10 @@ def positive_numbers(
     """Return an option that is a list of positive numbers as a tuple, or raise."""
     if values is None:
         return None
-    kinds, words = (int, "whole numbers") if whole else (int | float, "numbers")
-    message = f"Segmentation.{name} is {values!r}; it must be a list of {count} {words} above 0, {meaning} (or None)."
-    listed = isinstance(values, list | tuple)
-    if not listed or not all(isinstance(value, kinds) and not isinstance(value, bool) for value in values):
-        raise TypeError(message)
-    if len(values) != count or not all(0 < value < math.inf for value in values):
-        raise ValueError(message)
+    listed = isinstance(values, list | tuple) and len(values) == count
+    if not listed or not all(is_number(value, above=0, whole=whole) for value in values):
+        words = f"{count} {'whole ' if whole else ''}numbers above 0, {meaning} (or None)"
+        raise ValueError(f"Segmentation.{name} is {values!r}; it must be a list of {words}.")
     return tuple(values)
 
 

@@ -178,7 +178,7 @@ def distances_to_the_limit(model, solver, steps=30):
     found = []
 
     def look(progress):
-        split, alpha = solver.structure(progress.problem)
+        split, alpha = solver.split(progress.problem)
         limit = progress.problem.layout.pack(z.value)
         if hasattr(progress.state, "u"):
             found.append(progress.state.u - torch.lerp(limit, split.preactivation(limit), alpha))
@@ -249,7 +249,7 @@ def test_alpha_is_the_one_that_the_solver_uses():
     for solver in (eq.PeacemanRachford(), eq.PeacemanRachford(0.3), eq.ForwardBackward()):
         model.layer.solver = solver
         problem = model.layer.solve(bias).solved.problem
-        assert model.certificate().alpha == solver.structure(problem)[1]
+        assert model.certificate().alpha == solver.split(problem)[1]
         assert model.certificate(0.25).alpha == 0.25
 
 

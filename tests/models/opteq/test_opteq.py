@@ -329,7 +329,7 @@ def test_adjoint_is_the_transpose(make, inside, outside, scale):
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 0), (3, 2), (5, 1), (2, 1), ((3, 5), 1)])
 def test_adjoint_refuses_a_convolution_that_changes_sizes(kernel, padding):
     layer = eq.SpectralNorm(nn.Conv2d(1, 1, kernel, padding=padding))
-    with pytest.raises(ValueError, match="adjoint needs a convolution that keeps the size of images.*kernel .*padding"):
+    with pytest.raises(ValueError, match="adjoint needs a convolution that preserves the image size.*kernel .*padding"):
         layer.adjoint(torch.zeros(1, 1, 6, 6))
 
 

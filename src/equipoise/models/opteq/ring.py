@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.options import options, require
+from equipoise.options import option, options
 from equipoise.problem.layout import is_channels_last
 
 SIGNS = ("smooth", "hard")
@@ -48,16 +48,10 @@ class Ring:
         smoothing: t relative to the scale of the inner products in M.
     """
 
-    heritage: bool = True
-    diversity: float = 0.0
-    sign: str = "smooth"
-    smoothing: float = 0.05
-
-    def __post_init__(self) -> None:
-        require(self, "heritage", kind=bool)
-        require(self, "diversity", at_least=0)
-        require(self, "sign", among=SIGNS)
-        require(self, "smoothing", above=0)
+    heritage: bool = option(default=True, kind=bool)
+    diversity: float = option(default=0.0, at_least=0)
+    sign: str = option(default="smooth", among=SIGNS)
+    smoothing: float = option(default=0.05, above=0)
 
     @property
     def smooth(self) -> bool:

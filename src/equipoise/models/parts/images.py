@@ -8,6 +8,8 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from equipoise.options import is_number
+
 MEAN, STD = (0.5,), (0.5,)  # the defaults of every model: [0, 1] becomes [-1, 1]
 
 
@@ -46,11 +48,12 @@ class Normalize(nn.Module):
 
 def normalize_for(shape: Sequence[int], classes: int, mean: Sequence[float], std: Sequence[float]) -> Normalize:
     """Check what a classifier is built for and return the layer that normalises its images."""
-    if not (isinstance(shape, tuple | list) and len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)):
+    listed = isinstance(shape, tuple | list) and len(shape) == 3
+    if not listed or not all(is_number(n, at_least=1, whole=True) for n in shape):
         raise ValueError(
             f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
         )
-    if type(classes) is not int or classes < 2:
+    if not is_number(classes, at_least=2, whole=True):
         raise ValueError(
             f"classes is {classes!r}; a classifier needs at least 2 (a whole number; does the data set have labels?)."
         )

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
-from equipoise.options import refuse_unknown
-from equipoise.registry import unknown
+from equipoise.options import is_number, refuse_unknown, unknown
 
 Init = TypeVar("Init", bound=Callable[..., None])
 Size = TypeVar("Size")
@@ -72,7 +71,7 @@ def require_counts(size: object, name: str, each: str, *, at_least: int = 1, opt
     """Raise unless a field is a list of whole numbers, empty only if ``optional``; turn it into a tuple."""
     value = getattr(size, name)
     listed = isinstance(value, tuple | list) and (optional or len(value) > 0)
-    if not listed or not all(type(n) is int and n >= at_least for n in value):
+    if not listed or not all(is_number(n, at_least=at_least, whole=True) for n in value):
         raise ValueError(
             f"{name} is {value!r}; it must be a list of whole numbers of at least {at_least}, one for each {each}."
         )
