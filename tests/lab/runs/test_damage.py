@@ -334,7 +334,8 @@ def test_any_entry_of_result_json_may_be_anything(damaged, capsys, count):
 
 @SIZES
 def test_any_entry_of_a_sweep_or_a_table_may_be_anything(damaged, tmp_path, capsys, count, monkeypatch):
-    from equipoise.lab.results import reproduce, sweeps
+    from equipoise.lab.results import reproduce
+    from equipoise.lab.training import sweeps
 
     monkeypatch.setattr(sweeps, "run_to_end", lambda *_, **__: {"steps": 1})
     monkeypatch.setattr(reproduce, "trained_in", lambda *_: damaged)
