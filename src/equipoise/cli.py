@@ -91,8 +91,8 @@ def parser() -> Parser:
 
 
 ANY_RECIPE = (
-    "name as in `equipoise recipes`, or a .toml file, which may name modules and so run any code: use only one that you "
-    "trust"
+    "name as in `equipoise recipes`, or a .toml file, which may name modules and so run any code: use only one "
+    "that you trust"
 )
 RUN = (
     path("folder", metavar="RUN", help="folder of a run"),
