@@ -110,7 +110,7 @@ def fails(capsys, *words):
         (["train", "core/digits", "tolerance.relative=-1"], "relative is -1"),
         (["train", "core/digits", "solver.name=gmres"], "there is no solver 'gmres'"),
         (["train", "core/digits", "data.name=image-folder"], "data set 'image-folder' needs folder"),
-        (["train", "core/digits", "data.name=image-folder", "data.folder=3"], "data.folder is 3; it must be a text"),
+        (["train", "core/digits", "data.name=image-folder", "data.folder=3"], "data.folder is 3; it must be a string"),
         (["train", "core/digits", "--device", "cuda:99"], "--device is 'cuda:99', which this machine cannot use"),
         (["train", "core/digits", "--device", "gpu"], "--device is 'gpu', which this machine cannot use"),
         (["train", "core/digits", "--threads", "0"], "--threads is 0; it must be at least 1"),
@@ -378,7 +378,7 @@ def test_the_data_of_all_rows_is_there_before_the_first_is_trained(tmp_path, cap
         "equipoise: 3 data sets are missing or incomplete; to get mnist: equipoise data get mnist; fashion-mnist: "
         "equipoise data get fashion-mnist; cifar10: equipoise data get cifar10.\n"
     )
-    assert "the data set cifar10 is not there" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
+    assert "the data set cifar10 was not found" in fails(capsys, "figure", "opteq/figure4a", "--budget", "smoke")
     assert not (tmp_path / "runs").exists()
 
 
@@ -444,7 +444,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from equipoise.lab.data.get.sources import Source
+    from equipoise.lab.data.get.sources import RemoteFile
     from equipoise.lab.results import overview as listing
 
     served = tmp_path / "served"
@@ -458,7 +458,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     md5 = hashlib.md5(b"12345").hexdigest()
 
     def source(file, checksum):
-        monkeypatch.setitem(listing.SOURCES, "mnist", (Source(file, (f"{address}/{file}",), md5=checksum),))
+        monkeypatch.setitem(listing.SOURCES, "mnist", (RemoteFile(file, (f"{address}/{file}",), md5=checksum),))
 
     source("good.bin", md5)
     assert main(["data", "get", "mnist", "--to", str(tmp_path / "to")]) == 0
@@ -467,7 +467,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     assert "404" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "a")
     source("good.bin", "0" * 32)
     assert "its md5 is" in fails(capsys, "data", "get", "mnist", "--to", tmp_path / "b")
-    assert not [p for name in "ab" for p in (tmp_path / name).rglob("*") if p.is_file()]
+    assert not [p for name in "ab" for p in (tmp_path / name).rglob("*.bin*")]
     server.shutdown()
     server.server_close()
 
@@ -556,10 +556,10 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
         Image.fromarray(values).save(tmp_path / f"{name}.tif")
     for name in ("unit", "full"):
         assert torch.equal(read_image_file(tmp_path / f"{name}.tif", 1)[0][0], torch.from_numpy(levels).byte())
-    assert "large.tif cannot be read: its pixels go from 0 to 2520; they must lie between 0 and 255." in fails(
+    assert "large.tif cannot be read: its pixels range from 0 to 2520; they must lie between 0 and 255." in fails(
         capsys, "predict", run, tmp_path / "large.tif"
     )
-    assert "nan.tif cannot be read: it has pixels that are not numbers (NaN or infinity)." in fails(
+    assert "nan.tif cannot be read: it has pixels that are NaN or infinite." in fails(
         capsys, "predict", run, tmp_path / "nan.tif"
     )
 

@@ -1,4 +1,4 @@
-"""Data sets by name."""
+"""Data sets by name: ``sets/`` has one reader per format, ``files/`` finds and reads files, ``get/`` downloads."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ DATA_SETS = Registry(
 
 
 def load(name: str, *, folders: Sequence[str | Path] = (), validation: float = 0.1, **options: Any) -> DataSet:
-    """A data set with a validation split.
+    """Load a data set with a validation split.
 
     Args:
-        name: of a data set of the table, or ``"my_module:my_data"``: a function of yours that returns a DataSet, and is
-            given a ``Places`` if it has a parameter ``places``.
+        name: name in the table above, or ``"my_module:my_data"``: a function that returns a DataSet, and is called with
+            a ``Places`` if it has a parameter ``places``.
         folders: folders to look for its files in first; see :func:`search_path`.
-        validation: the share (below 1) or number of training samples to hold out; 0 for none.
-        **options: of the data set.
+        validation: fraction (below 1) or number of training samples to hold out; 0 for no validation split.
+        **options: options of the data set.
 
     Example:
         >>> load("cifar100", labels="coarse").shape
         (3, 32, 32)
     """
-    read = DATA_SETS[name]
+    reader = DATA_SETS[name]
     try:
-        data = call(read, options, {"places": Places(name, folders)}, f"data set {name!r}")
+        data = call(reader, options, {"places": Places(name, folders)}, f"data set {name!r}")
     except ModuleNotFoundError as error:
         raise MissingPackage(
             f"data set {name!r} needs the package {error.name!r}, which is missing: pip install 'equipoise[lab]'.",
             name=error.name,
         ) from error
     if not isinstance(data, DataSet):
-        raise ValueError(f"data set {name!r} gave a {type(data).__name__}; it must give an equipoise.lab.data.DataSet.")
+        raise ValueError(f"data set {name!r} must return an equipoise.lab.data.DataSet, got {data!r}.")
     return data.with_validation(validation)

@@ -1,4 +1,4 @@
-"""What a data set is: splits that give whole batches as tensors, and a few facts about them."""
+"""What a data set is: splits that return whole batches as tensors, and a few facts about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equipoise.tasks.base import Batch
 
-FACTS = ("shape", "classes", "class_names", "mean", "std")  # of a data set, which models and tasks may ask for
+FACTS = ("shape", "classes", "class_names", "mean", "std")  # what models and tasks may ask a data set for
 
 
 class Split(ABC):
@@ -24,11 +24,11 @@ class Split(ABC):
 
     @abstractmethod
     def read(self, rows: Tensor) -> Batch:
-        """The samples with these numbers, as tensors: images are uint8 (batch, channels, height, width)."""
+        """Return the samples with these indices; images are uint8 (batch, channels, height, width)."""
 
 
 class TensorSplit(Split):
-    """A split held in memory: one tensor of inputs and any number of tensors of targets.
+    """A split in memory: one tensor of inputs and any number of tensors of targets.
 
     Example:
         >>> TensorSplit(torch.zeros(100, 1, 28, 28, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64))
@@ -36,7 +36,7 @@ class TensorSplit(Split):
 
     def __init__(self, *tensors: Tensor):
         if not tensors or len({len(tensor) for tensor in tensors}) != 1:
-            raise ValueError(f"the tensors of a split have {[len(t) for t in tensors]} rows; all must have as many.")
+            raise ValueError(f"the tensors of a split must have the same number of rows, got {[*map(len, tensors)]}.")
         self.tensors = tensors
 
     def __len__(self) -> int:
@@ -47,18 +47,16 @@ class TensorSplit(Split):
 
 
 class FileSplit(Split):
-    """A split read from files when asked for; decoding runs on threads (image libraries release the lock).
+    """A split read from files on demand, on several threads (image libraries release the GIL).
 
     Args:
-        samples: what ``decode`` is given, one entry per sample.
-        decode: one sample's tensors; every sample's must have the same shapes.
-        threads: how many samples are decoded at once.
+        samples: what ``decode`` is called with, one entry per sample.
+        decode: function that returns the tensors of one sample; their shapes must not differ between samples.
+        threads: number of samples decoded at once.
     """
 
     def __init__(self, samples: Sequence[Any], decode: Callable[[Any], Batch], threads: int = 4):
-        self.samples = samples
-        self.decode = decode
-        self.threads = threads
+        self.samples, self.decode, self.threads = samples, decode, threads
         self.pool: ThreadPoolExecutor | None = None  # made at first use
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,12 +72,12 @@ class FileSplit(Split):
         columns = list(zip(*decoded, strict=True))
         for tensors in columns:
             if len(shapes := {tuple(tensor.shape) for tensor in tensors}) > 1:
-                raise ValueError(f"samples have the shapes {sorted(shapes)}; decode must give all of them the same.")
+                raise ValueError(f"decode must return the same shapes for all samples, got {sorted(shapes)}.")
         return tuple(torch.stack(tensors) for tensors in columns)
 
 
 class Subset(Split):
-    """Some rows of a split."""
+    """The rows of a split with these indices."""
 
     def __init__(self, split: Split, rows: Tensor):
         self.split, self.rows = split, rows
@@ -92,21 +90,21 @@ class Subset(Split):
 
 
 def spread(split: Split, samples: int) -> Split:
-    """So many samples from all over a split: its first ones may all be of one class."""
+    """Return a number of samples evenly spaced over a split, whose first ones may all be of one class."""
     return Subset(split, torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long())
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: what to train on, what to choose by, what to report on.
+    """A data set: what to train on, what to select by, what to report on.
 
     Args:
-        name: as it is asked for.
-        train, test: its splits.
-        val: a validation split of its own, if it has one; else it is cut from ``train``.
-        shape: of one input, (channels, height, width) for images.
-        class_names: of the classes, in the order of their numbers; empty if it has none.
-        mean, std: of the training inputs per channel, images scaled to [0, 1].
+        name: name that the data set is asked for by.
+        train, test: training and test split.
+        shape: shape of one input, (channels, height, width) for images.
+        val: validation split, if one is published; otherwise it is cut from ``train``.
+        class_names: names of the classes, indexed by label; empty if there are no classes.
+        mean, std: mean and standard deviation of the training inputs per channel, with images scaled to [0, 1].
         note: what a user should know, such as that the files are not the official ones.
     """
 
@@ -121,16 +119,16 @@ class DataSet:
     note: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """What models and tasks may ask for by naming it as a parameter."""
+        """Return what models and tasks may ask for by naming it as a parameter."""
         values = (self.shape, len(self.class_names), self.class_names, self.mean, self.std)
         return dict(zip(FACTS, values, strict=True))
 
     def with_validation(self, share: float) -> DataSet:
-        """The same set with a validation split; one cut from ``train`` takes every run the same random rows.
+        """Return the same data set with a validation split; one cut from ``train`` has the same rows every time.
 
         Args:
-            share: of the training samples to hold out: below 1 a fraction, else a number; 0 for none. A set that
-                has a validation split of its own keeps it unless the share is 0.
+            share: fraction (below 1) or number of training samples to hold out; 0 for no validation split. A
+                published validation split is kept unless the share is 0.
         """
         if share == 0:
             return replace(self, val=None)
@@ -139,8 +137,8 @@ class DataSet:
         count = round(share * len(self.train)) if share < 1 else int(share)
         if not 0 < count < len(self.train):
             raise ValueError(
-                f"data.validation is {share:g}, {count} of the {len(self.train)} training samples of {self.name}; "
-                "at least one must be held out, and one left to train on."
+                f"data.validation is {share:g}, which holds out {count} of the {len(self.train)} training samples of "
+                f"{self.name}; at least one must be held out and one left to train on."
             )
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))
         held, kept = order[:count].sort().values, order[count:].sort().values

@@ -1,25 +1,17 @@
-"""What is officially in each data set, and under which terms."""
+"""Official sizes and licences of the data sets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class About:
-    """A data set as its authors published it.
-
-    Args:
-        train, test: how many samples; None where that is the user's.
-        licence: its terms in a few words.
-    """
+class About(NamedTuple):
+    """A data set as its authors published it: numbers of samples (None where they are the user's), and its terms."""
 
     train: int | None
     test: int | None
     licence: str
 
-
-OWN = About(None, None, "that of your images")
 
 ABOUT: dict[str, About] = {
     "digits": About(1437, 360, "BSD 3-Clause (scikit-learn), CC BY 4.0 (UCI)"),
@@ -32,17 +24,17 @@ ABOUT: dict[str, About] = {
     "celeba": About(162770, 19962, "non-commercial research, no redistribution"),
     "imagenette": About(9469, 3925, "ImageNet's terms: non-commercial research"),
     "imagenet": About(1281167, 50000, "non-commercial research, by registration"),
-    "image-folder": OWN,
+    "image-folder": About(None, None, "that of your images"),
     "camvid": About(367, 233, "CC BY-NC 4.0, research use"),
     "cityscapes": About(2975, 500, "non-commercial use, by registration"),
 }
 
 
 def differs(name: str, train: int, test: int) -> str:
-    """What is not as many as officially: "949 of the official 73257 training images"; empty if nothing is."""
-    about = ABOUT.get(name, OWN)
+    """Describe sizes that are not the official ones ("949 of the official 73257 training images"), or return ""."""
+    about = ABOUT.get(name, ABOUT["image-folder"])
     return ", ".join(
-        f"{found} {'of' if found < official else 'instead of'} the official {official} {kind} images"
-        for kind, found, official in (("training", train, about.train), ("test", test, about.test))
-        if official is not None and found != official
+        f"{count} {'of' if count < official else 'instead of'} the official {official} {kind} images"
+        for kind, count, official in (("training", train, about.train), ("test", test, about.test))
+        if official is not None and count != official
     )

@@ -1,25 +1,21 @@
-"""What is there of each data set, for ``equipoise data list`` and ``equipoise data check``."""
+"""Which data sets are present, for ``equipoise data list`` and ``equipoise data check``."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import importlib.util
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.data.files.limits import CHUNK, LIMITS
+from equipoise.lab.data.files.checksums import md5_inside, mismatch
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, Source, how_to_get
-from equipoise.lab.data.get.unpack import md5
+from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get
 from equipoise.options import unknown
 
 
 class Listed(NamedTuple):
-    """A data set: where it was found ("" if nowhere), its official numbers of samples, how to get it, its terms."""
+    """A data set: the folder it was found in (or ""), its official numbers of samples, how to get it, its terms."""
 
     name: str
     found: str
@@ -29,7 +25,7 @@ class Listed(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A file of a data set: where it is (None if nowhere), its size (None for a folder), what its checksum says."""
+    """A file of a data set: its path (None if missing), its size (None for a folder), the verdict of its checksum."""
 
     file: str
     path: Path | None
@@ -45,83 +41,67 @@ class Wanted(NamedTuple):
     md5: str | None = None
     md5_inside: str | None = None  # of what is compressed in it
 
+    def checked(self) -> Checked:
+        size = self.path.stat().st_size if self.path is not None and self.path.is_file() else None
+        if self.path is None:
+            verdict = "missing"
+        elif self.md5 is None or size is None:
+            verdict = "no published checksum"
+        elif not mismatch(self.path, f"md5:{self.md5}"):
+            verdict = "official checksum"
+        elif self.md5_inside is not None and md5_inside(self.path) == self.md5_inside:
+            verdict = "official contents, recompressed"
+        else:
+            verdict = "not the official checksum"
+        return Checked(self.file, self.path, size, verdict)
+
 
 def available(folders: Sequence[str | Path] = ()) -> list[Listed]:
-    """Every data set that can be asked for by name, in the order of the catalogue."""
-    rows = []
-    for name, about in ABOUT.items():
-        samples = f"{about.train} + {about.test}" if about.train else ""
-        rows.append(Listed(name, found(name, folders), samples, how_to_get(name), about.licence))
-    return rows
+    """Return all data sets that can be asked for by name, in the order of the catalogue."""
+    samples = {name: f"{about.train} + {about.test}" if about.train else "" for name, about in ABOUT.items()}
+    return [Listed(n, found(n, folders), samples[n], how_to_get(n), about.licence) for n, about in ABOUT.items()]
 
 
 def found(name: str, folders: Sequence[str | Path] = ()) -> str:
-    """The folder from which a data set is read: that of a complete form, of several the first one found; else ""."""
+    """Return the folder that a data set is read from, the first with a complete form of it; "" if there is none."""
     if name == "digits":
         return "scikit-learn" if importlib.util.find_spec("sklearn") else ""
     order = Places(name, folders).folders
-    complete = [paths for form in forms(name, folders) if all(paths := [wanted.path for wanted in form])]
-    first = [paths[0] for paths in complete if paths[0] is not None]
-    rank = {path: next(place for place, folder in enumerate(order) if path.is_relative_to(folder)) for path in first}
-    return str(min(first, key=lambda path: rank[path]).parent) if first else ""
+    firsts = [form[0].path for form in forms(name, folders) if all(wanted.path for wanted in form)]
+    ranks = {
+        path: next(rank for rank, place in enumerate(order) if path.is_relative_to(place)) for path in firsts if path
+    }
+    return str(min(ranks, key=lambda path: ranks[path]).parent) if ranks else ""
 
 
 def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
-    """The files of a data set and whether they are the official ones; none for a set without files of its own.
+    """Return the files of a data set and whether they are the official ones; empty for a set without files.
 
-    Of the forms that a set is published in, those are listed of which something is there; else the one to download.
+    Of several published forms of a set, those of which something was found are listed; otherwise the one to download.
     """
     if name not in ABOUT:
         raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
     listed = [form for form in every if any(wanted.path for wanted in form)] or every[:1]
-    return [Checked(w.file, w.path, size(w.path), verdict(w)) for form in listed for w in form]
+    return [wanted.checked() for form in listed for wanted in form]
 
 
 def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
-    """For each form a data set is published in, the files of it."""
+    """Return the files of each form that a data set is published in."""
     places = Places(name, folders)
     tables = [table[name] for table in (SOURCES, OTHER_FORMS) if name in table]
-    return [[wanted for source in sources for wanted in files_of(source, places)] for sources in tables]
+    return [[wanted for remote in table for wanted in files_of(remote, places)] for table in tables]
 
 
-def files_of(source: Source, places: Places) -> list[Wanted]:
-    """The file itself or what it unpacks to, whichever is read: a folder that comes earlier wins."""
-    if not source.unpack and (path := places.find(source.file, *source.contents)):
-        if path.name == source.file:
-            return [Wanted(source.file, path, source.md5, *source.contents.values())]
-        return [Wanted(path.name, path, source.contents[path.name])]
-    inside = [Wanted(file, places.find(file, Path(file).name), known) for file, known in source.contents.items()]
+def files_of(remote: RemoteFile, places: Places) -> list[Wanted]:
+    """Return the file itself or what it unpacks to, whichever is read: the folder that comes first wins."""
+    if not remote.unpack and (path := places.find(remote.file, *remote.contents)):
+        if path.name == remote.file:
+            return [Wanted(remote.file, path, remote.md5, *remote.contents.values())]
+        return [Wanted(path.name, path, remote.contents[path.name])]
+    inside = [Wanted(file, places.find(file, Path(file).name), md5) for file, md5 in remote.contents.items()]
     if any(wanted.path for wanted in inside):
         return inside
-    name = source.file.partition(".")[0]
-    return [Wanted(source.file, None)] if (tree := places.find_tree(name)) is None else [Wanted(name, tree)]
-
-
-def verdict(wanted: Wanted) -> str:
-    if wanted.path is None:
-        return "missing"
-    if wanted.md5 is None or wanted.path.is_dir():
-        return "no published checksum"
-    if md5(wanted.path) == wanted.md5:
-        return "official checksum"
-    if wanted.md5_inside is not None and md5_inside(wanted.path) == wanted.md5_inside:
-        return "official contents, compressed anew"
-    return "not the official checksum"
-
-
-def size(path: Path | None) -> int | None:
-    return path.stat().st_size if path is not None and path.is_file() else None
-
-
-def md5_inside(path: Path) -> str | None:
-    """Of the uncompressed contents; None if they cannot be uncompressed, or are more than is plausible."""
-    try:
-        sums, left = hashlib.md5(usedforsecurity=False), LIMITS.in_memory(path)
-        with gzip.open(path) as file:
-            while left >= 0 and (chunk := file.read(CHUNK)):
-                sums.update(chunk)
-                left -= len(chunk)
-        return sums.hexdigest() if left >= 0 else None
-    except (OSError, EOFError, zlib.error):
-        return None
+    name = remote.file.partition(".")[0]
+    tree = places.find_tree(name)
+    return [Wanted(remote.file, None) if tree is None else Wanted(name, tree)]

@@ -20,25 +20,32 @@ import time
 import warnings
 import zipfile
 from collections import Counter
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.lab.data.get import transfer
-from equipoise.lab.data.get.download import DownloadError, get
-from equipoise.lab.data.get.sources import Source
+from equipoise.lab.data.get import download
+from equipoise.lab.data.get.download import CHUNK, DownloadError, get
+from equipoise.lab.data.get.sources import RemoteFile
 from equipoise.lab.data.get.unpack import ArchiveError, Limits, unpack
 
 DATA = random.Random(0).randbytes(300_000)
 OLD = b"the copy that was there before"
-PARTS = ["set/file.bin.part", "set/file.bin.part.json"]
+PART = "set/file.bin.part"
+CUT = 6 * CHUNK  # bytes that arrive before a connection breaks; they are written in whole chunks
 
 STALLED = 0.3  # seconds: enough for a busy machine to answer, short enough to wait for
 
-quick = functools.partial(get, "set", timeout=10, progress=False, attempts=2, pause=0.001)
+quick = functools.partial(get, "set", progress=False)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT", 10)
+    monkeypatch.setattr(download, "PAUSES", (0, 0.001))
 
 
 def md5(data):
@@ -49,8 +56,8 @@ DATA_MD5 = md5(DATA)
 
 
 def left(folder):
-    """Every file and folder below, by its path."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    """Every file below, by its path; locks stay in place."""
+    return sorted(tree(folder))
 
 
 # A server
@@ -85,6 +92,7 @@ class Visit(BaseHTTPRequestHandler):
 
     def start(self, status, **headers):
         self.send_response(status)
+        self.send_header("Connection", "close")
         for name, value in headers.items():
             if value is not None:
                 self.send_header(name.replace("_", "-"), str(value))
@@ -103,26 +111,24 @@ def serve(
     data=DATA,
     *,
     ranges=True,
-    etag='"one"',
     length=0,
     cut=None,
     then=lambda visit: None,
     kind="x/y",
     shift=0,
-    careless=False,
 ):
     """Answer with a file: ``length`` is added to its announced length, ``then`` happens after ``cut`` bytes."""
 
     def answer(visit):
         asked = visit.headers["Range"]
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and ranges else 0
-        if start and visit.headers["If-Range"] not in (None, etag) and not careless:
-            start = 0
+        if start >= max(1, len(data)):
+            return visit.start(416, Content_Length=0)
         announced = None if length is None else len(data) - start + length
         span = f"bytes {start + shift}-{len(data) - 1}/{len(data)}" if start else None
-        visit.start(206 if start else 200, Content_Length=announced, Content_Type=kind, ETag=etag, Content_Range=span)
+        visit.start(206 if start else 200, Content_Length=announced, Content_Type=kind, Content_Range=span)
         visit.body(data[start:] if cut is None else data[start : start + cut])
-        then(visit)
+        return then(visit)
 
     return answer
 
@@ -167,7 +173,7 @@ def site(monkeypatch):
 
 
 def file_at(*urls, md5=DATA_MD5, **options):
-    return Source("file.bin", urls, md5=md5, **options)
+    return RemoteFile("file.bin", urls, md5=md5, **options)
 
 
 # Success
@@ -177,15 +183,15 @@ def test_the_file_is_had_and_nothing_else(site, tmp_path):
     files = quick([file_at(site.url("/f", serve()), size=len(DATA))], tmp_path)
     assert files == [tmp_path / "set" / "file.bin"]
     assert files[0].read_bytes() == DATA
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
-@pytest.mark.parametrize("options", [{}, {"size": len(DATA)}, {"sha256": hashlib.sha256(DATA).hexdigest().upper()}])
-@pytest.mark.parametrize("answer", [serve(), serve(etag=None), serve(length=None), chunked(DATA)])
+@pytest.mark.parametrize("options", [{}, {"sha256": hashlib.sha256(DATA).hexdigest().upper()}])
+@pytest.mark.parametrize("answer", [serve(), serve(length=None), chunked(DATA)])
 def test_every_way_to_send_and_to_publish_a_file(site, tmp_path, options, answer):
-    [file] = quick([Source("file.bin", (site.url("/f", answer),), **options)], tmp_path)
+    [file] = quick([RemoteFile("file.bin", (site.url("/f", answer),), **options)], tmp_path)
     assert file.read_bytes() == DATA
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 def test_an_empty_file_is_a_file(site, tmp_path):
@@ -194,14 +200,14 @@ def test_an_empty_file_is_a_file(site, tmp_path):
 
 
 def test_redirects_are_followed_and_keep_the_range(site, tmp_path):
-    site.url("/there", serve(cut=1000), serve())
+    site.url("/there", serve(cut=CUT), serve())
     quick([file_at(site.url("/f", status(302, Location="/there")))], tmp_path)
-    assert site.seen[-1] == ("/there", "bytes=1000-")
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert site.seen[-1] == ("/there", f"bytes={CUT}-")
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 def test_what_is_there_is_not_asked_for_again(site, tmp_path):
-    sources = [file_at(site.url("/f", serve())), Source("b", (site.url("/b", serve(b"b")),))]
+    sources = [file_at(site.url("/f", serve())), RemoteFile("b", (site.url("/b", serve(b"b")),))]
     first = quick(sources, tmp_path)
     assert quick(sources, tmp_path) == first
     assert site.seen == [("/f", None), ("/b", None)]
@@ -226,7 +232,7 @@ def test_mirrors_are_asked_in_order_until_one_has_the_file(site, tmp_path):
     quick([file_at(*urls)], tmp_path)
     asked = Counter(path for path, _ in site.seen)
     assert asked == {"/gone": 1, "/down": 2, "/other": 1, "/good": 1}
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +241,9 @@ def test_mirrors_are_asked_in_order_until_one_has_the_file(site, tmp_path):
         status(500),
         status(503),
         status(429),
-        serve(cut=1000),
-        serve(cut=1000, then=reset),
-        serve(cut=1000, then=stall),
+        serve(cut=CUT),
+        serve(cut=CUT, then=reset),
+        serve(cut=CUT, then=stall),
         chunked(DATA, end=b""),
         reset,
         stall,
@@ -245,17 +251,18 @@ def test_mirrors_are_asked_in_order_until_one_has_the_file(site, tmp_path):
     ],
     ids=["500", "503", "429", "truncated", "reset", "stalled", "chunked", "reset at once", "stalled at once", "closed"],
 )
-def test_a_passing_fault_is_survived(site, tmp_path, fault):
-    [file] = quick([file_at(site.url("/f", fault, serve()))], tmp_path, timeout=STALLED)
+def test_a_passing_fault_is_survived(site, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT", STALLED)
+    [file] = quick([file_at(site.url("/f", fault, serve()))], tmp_path)
     assert file.read_bytes() == DATA
-    assert len(site.seen) == 2
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert len(site.seen) <= 2  # only the end of a chunked transfer may be missing
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 # Faults: each names its address, says what happened and what to do, and leaves what the rule allows
 
 CONTINUES = r"run the same command again, it continues from the 0.3 MB that arrived\.$"
-DOWN = r"the site is down or cannot be reached from here: run the same command again later\.$"
+DOWN = r"the server is down or cannot be reached from here: run the same command again later\.$"
 ELSEWHERE = r"nothing was kept: get file.bin elsewhere and put it into .*set\.$"
 DAMAGED = DATA[:-1] + bytes([DATA[-1] ^ 1])
 MOST = len(DATA) - 1000
@@ -264,32 +271,41 @@ FAULTS = {
     "not found": (status(404), {}, "answered 404 Not Found", ELSEWHERE, 1),
     "forbidden": (status(403), {}, "answered 403 Forbidden", ELSEWHERE, 1),
     "error": (status(500), {}, "answered 500 Internal Server Error", DOWN, 2),
-    "truncated": (serve(cut=MOST, ranges=False), {}, "connection ended after 299000 of 300000 bytes", CONTINUES, 2),
-    "truncated, unannounced": (
-        serve(length=None, cut=MOST, ranges=False),
-        {"size": 300000},
-        "connection ended after 299000 of 300000 bytes",
-        CONTINUES,
-        2,
-    ),
-    "truncated, unmarked": (serve(cut=MOST, etag=None), {"md5": None}, "connection ended after 299000", DOWN, 2),
-    "truncated, marked weakly": (serve(cut=MOST, etag='W/"1"'), {"md5": None}, "connection ended after", DOWN, 2),
+    "truncated": (serve(cut=MOST, ranges=False), {}, "connection failed .*299000 bytes read, 1000 more", CONTINUES, 2),
+    "truncated, unchecked": (serve(cut=MOST), {"md5": None}, "connection failed .*299000 bytes read", DOWN, 2),
     "stalled": (serve(cut=MOST, then=stall, ranges=False), {}, "server sent nothing for 0.3 s", CONTINUES, 2),
     "stalled at once": (stall, {}, "server sent nothing for 0.3 s", DOWN, 2),
-    "reset": (serve(cut=MOST, then=reset, ranges=False), {}, "connection|after 299000 of 300000", "continues from", 2),
+    "reset": (serve(cut=MOST, then=reset, ranges=False), {}, "the connection failed", "continues from|is down", 2),
     "reset at once": (reset, {}, "the connection failed", DOWN, 2),
     "closed at once": (close, {}, "the connection failed .*closed connection", DOWN, 2),
-    "damaged": (serve(DAMAGED), {}, f"md5 is {md5(DAMAGED)} and not {md5(DATA)} as published", ELSEWHERE, 1),
-    "wrong sha256": (serve(), {"sha256": "0" * 64}, "sha256 is [0-9a-f]{64} and not 0{64} as published", ELSEWHERE, 1),
-    "another size": (serve(DATA + b"x"), {"size": 300000}, "has 300001 bytes where 300000 are published", ELSEWHERE, 1),
-    "announces too much": (serve(length=9, ranges=False), {}, "ended after 300000 of 300009 bytes", CONTINUES, 2),
-    "announces too little": (serve(length=-9), {}, "md5 is [0-9a-f]{32} and not", ELSEWHERE, 1),
-    "sends too much": (chunked(DATA + b"x"), {"size": 300000}, "sends more than the 300000 bytes", ELSEWHERE, 1),
-    "sends without end": (serve(DATA * 20, length=None), {"size": 300000}, "sends more than", ELSEWHERE, 1),
-    "redirects in a circle": (status(302, Location="/f"), {}, "redirects in a circle", ELSEWHERE, 1),
-    "redirects to a file": (status(302, Location="file:///etc/hosts"), {}, "what is not http", ELSEWHERE, 1),
-    "redirects to ftp": (status(302, Location="ftp://127.0.0.1/f"), {}, "unknown url type: ftp", ELSEWHERE, 1),
-    "web page": (serve(b"<html>", kind="text/html"), {}, "not .* as published, and it is a web page", ELSEWHERE, 1),
+    "damaged": (serve(DAMAGED), {}, f"md5 is {md5(DAMAGED)}, but {md5(DATA)} is published", ELSEWHERE, 1),
+    "wrong sha256": (serve(), {"sha256": "0" * 64}, "sha256 is [0-9a-f]{64}, but 0{64} is published", ELSEWHERE, 1),
+    "another size": (
+        serve(DATA + b"x"),
+        {"size": 300000},
+        "announces 300001 bytes, but 300000 bytes are published",
+        ELSEWHERE,
+        1,
+    ),
+    "announces too much": (serve(length=9, ranges=False), {}, "300000 bytes read, 9 more expected", CONTINUES, 2),
+    "announces too little": (serve(length=-9), {}, "md5 is [0-9a-f]{32}, but", ELSEWHERE, 1),
+    "unannounced": (chunked(DATA), {"size": 300000}, "announces no size, but 300000 bytes", ELSEWHERE, 1),
+    "redirects in a circle": (status(302, Location="/f"), {}, "Exceeded 30 redirects", ELSEWHERE, 1),
+    "redirects to a file": (
+        status(302, Location="file:///etc/hosts"),
+        {},
+        "the connection failed .*file:///etc/hosts",
+        ELSEWHERE,
+        1,
+    ),
+    "redirects to ftp": (
+        status(302, Location="ftp://127.0.0.1/f"),
+        {},
+        "the connection failed .*ftp://127.0.0.1/f",
+        ELSEWHERE,
+        1,
+    ),
+    "web page": (serve(b"<html>", kind="text/html"), {}, "its md5 is .* is published", ELSEWHERE, 1),
     "web page, unchecked": (
         serve(b"<html>", kind="text/html; charset=utf-8"),
         {"md5": None},
@@ -302,7 +318,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("before", [None, OLD], ids=["new", "over an old copy"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault(site, tmp_path, fault, before):
+def test_fault(site, tmp_path, fault, before, monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT", STALLED if "stalled" in fault else 10)
     answer, published, what, then, asked = FAULTS[fault]
     if before:
         (tmp_path / "set").mkdir()
@@ -311,10 +328,10 @@ def test_fault(site, tmp_path, fault, before):
             published = {**published, "size": len(DATA)}  # else the old copy is as good as any
     url = site.url("/f", answer)
     with pytest.raises(DownloadError, match=f"^{re.escape(url)}: .*({what})") as caught:
-        quick([file_at(url, **published)], tmp_path, timeout=STALLED if "stalled" in fault else 10)
+        quick([file_at(url, **published)], tmp_path)
     assert re.search(then, str(caught.value))
-    kept = PARTS if "continues from" in str(caught.value) else []
-    assert left(tmp_path) == sorted((["set"] if before or kept else []) + (["set/file.bin"] if before else []) + kept)
+    kept = [PART] if "continues from" in str(caught.value) else []
+    assert left(tmp_path) == (["set/file.bin"] if before else []) + kept
     if before:
         assert (tmp_path / "set" / "file.bin").read_bytes() == before
     if "redirects in" not in fault:
@@ -332,42 +349,35 @@ def test_nobody_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(DownloadError, match=r"the connection failed \(Connection refused\); the site is down"):
+    with pytest.raises(DownloadError, match=r"the connection failed \(Connection refused\); the server is down"):
         quick([file_at(f"http://127.0.0.1:{port}/f")], tmp_path / "new" / "folder")
     assert left(tmp_path) == []
 
 
 def test_files_before_the_one_that_failed_stay(site, tmp_path):
-    good, bad = file_at(site.url("/f", serve())), Source("b", (site.url("/b", status(404)),))
+    good, bad = file_at(site.url("/f", serve())), RemoteFile("b", (site.url("/b", status(404)),))
     with pytest.raises(DownloadError, match="404"):
         quick([good, bad], tmp_path)
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"urls": ("file:///etc/hosts",)}, "file.bin is said to be at .*; an address begins with http:// or https://"),
-        ({"urls": ("http://a/b", "ftp://a/b")}, "an address begins with http"),
-        ({"urls": ()}, "an address begins with http"),
-        ({"file": "../file.bin"}, "'../file.bin' is .*; it must be a name without a folder"),
+        ({"urls": ("file:///etc/hosts",)}, "RemoteFile.urls is .*; addresses must begin with http:// or https://"),
+        ({"urls": ("http://a/b", "ftp://a/b")}, "must begin with http"),
+        ({"file": "../file.bin"}, "RemoteFile.file is '../file.bin'; it must be a name without a folder"),
         ({"file": "/etc/hosts"}, "a name without a folder"),
         ({"file": ""}, "a name without a folder"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused_at_the_door(tmp_path, change, words):
-    source = Source(**{"file": "file.bin", "urls": ("http://127.0.0.1/f",), **change})
+def test_a_file_that_cannot_be_is_rejected_at_once(change, words):
     with pytest.raises(ValueError, match=words):
-        quick([source], tmp_path)
-    assert left(tmp_path) == []
+        RemoteFile(**{"file": "file.bin", "urls": ("http://127.0.0.1/f",), **change})
 
 
-def test_options_are_checked_at_the_door(tmp_path):
-    with pytest.raises(ValueError, match="the timeout is 0; it must be a number of seconds above 0"):
-        get("set", [file_at("http://127.0.0.1/f")], tmp_path, timeout=0)
-    with pytest.raises(ValueError, match="'..' is the name of a set"):
-        get("..", [file_at("http://127.0.0.1/f")], tmp_path)
-    with pytest.raises(DownloadError, match="this is no address"):
+def test_an_address_that_is_none(tmp_path):
+    with pytest.raises(DownloadError, match="the connection failed .*127.0.0.1:port"):
         quick([file_at("http://127.0.0.1:port/f")], tmp_path)
     assert left(tmp_path) == []
 
@@ -375,107 +385,108 @@ def test_options_are_checked_at_the_door(tmp_path):
 # Continuing
 
 
-def interrupted(site, tmp_path, *answers, cut=100_000, **published):
-    """A source of which a run has left the first bytes, and which is now answered as told."""
-    url = site.url("/f", serve(cut=cut), *answers)
-    source = file_at(url, **published)
-    with pytest.raises(DownloadError, match=f"continues from the .* that arrived|connection ended after {cut} of"):
-        quick([source], tmp_path, attempts=1)
+@contextmanager
+def once():
+    """Ask each address only once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "PAUSES", (0,))
+        yield
+
+
+def interrupted(site, tmp_path, *answers, **published):
+    """A file of which an earlier run left the first bytes; the next requests get these answers."""
+    url = site.url("/f", serve(cut=CUT), *answers)
+    remote = file_at(url, **published)
+    with once(), pytest.raises(DownloadError, match="continues from the 0.1 MB that arrived"):
+        quick([remote], tmp_path)
     site.sent, site.seen = 0, []
-    return source
+    return remote
 
 
 def test_only_what_is_missing_is_sent_again(site, tmp_path):
-    source = interrupted(site, tmp_path, serve())
-    assert left(tmp_path) == ["set", *PARTS]
-    [file] = quick([source], tmp_path)
+    remote = interrupted(site, tmp_path, serve())
+    assert left(tmp_path) == [PART]
+    [file] = quick([remote], tmp_path)
     assert file.read_bytes() == DATA
-    assert site.seen == [("/f", "bytes=100000-")]
-    assert site.sent == 200_000
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert site.seen == [("/f", f"bytes={CUT}-")]
+    assert site.sent == len(DATA) - CUT
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 @pytest.mark.parametrize(
     ("answer", "requests"),
     [
         (serve(ranges=False), 1),
-        (serve(etag='"two"'), 1),
-        (serve(etag='"two"', careless=True), 2),  # sends the rest of another file
-        (serve(shift=7), 2),  # sends another part than it was asked for
+        (serve(shift=7), 2),  # sends another range than it was asked for
         (status(416), 2),
     ],
-    ids=["without ranges", "changed", "changed, careless", "another range", "beyond its end"],
+    ids=["without ranges", "another range", "beyond its end"],
 )
 def test_what_does_not_continue_the_part_replaces_it(site, tmp_path, answer, requests):
-    source = interrupted(site, tmp_path, answer, serve(), md5=None)
-    [file] = quick([source], tmp_path)
+    remote = interrupted(site, tmp_path, answer, serve())
+    [file] = quick([remote], tmp_path)
     assert file.read_bytes() == DATA
-    assert [asked for _, asked in site.seen] == ["bytes=100000-", None][:requests]
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert [asked for _, asked in site.seen] == [f"bytes={CUT}-", None][:requests]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
-def test_a_file_that_changed_meanwhile_is_had_as_it_is_now(site, tmp_path):
-    source = interrupted(site, tmp_path, serve(DATA[::-1], etag='"two"'), md5=None)
-    [file] = quick([source], tmp_path)
+def test_without_a_checksum_a_broken_transfer_is_started_over(site, tmp_path):
+    remote = file_at(site.url("/f", serve(cut=CUT), serve(DATA[::-1])), md5=None)
+    with once(), pytest.raises(DownloadError, match="run the same command again later"):
+        quick([remote], tmp_path)
+    assert left(tmp_path) == []
+    [file] = quick([remote], tmp_path)
     assert file.read_bytes() == DATA[::-1]
+    assert site.seen == [("/f", None), ("/f", None)]
 
 
-def test_a_server_that_hides_the_change_is_found_out_by_the_checksum(site, tmp_path):
+def test_a_file_that_changed_meanwhile_is_found_out_by_its_checksum(site, tmp_path):
     now = DATA[::-1]
-    source = interrupted(site, tmp_path, serve(now), md5=md5(now))  # same size, same ETag
-    [file] = quick([source], tmp_path)
+    remote = interrupted(site, tmp_path, serve(now), md5=md5(now))
+    [file] = quick([remote], tmp_path)
     assert file.read_bytes() == now
-    assert site.seen == [("/f", "bytes=100000-"), ("/f", None)]
+    assert site.seen == [("/f", f"bytes={CUT}-"), ("/f", None)]
+
+
+def test_a_mirror_continues_what_another_began(site, tmp_path):
+    urls = [site.url("/f", serve(cut=CUT), status(503)), site.url("/mirror", serve())]
+    [file] = quick([file_at(*urls)], tmp_path)
+    assert file.read_bytes() == DATA
+    assert site.seen[-1] == ("/mirror", f"bytes={CUT}-")
 
 
 def test_a_part_that_is_longer_than_the_file_is_started_over(site, tmp_path):
     source = interrupted(site, tmp_path, serve())
-    with (tmp_path / PARTS[0]).open("ab") as part:
+    with (tmp_path / PART).open("ab") as part:
         part.write(DATA)
     [file] = quick([source], tmp_path)
     assert file.read_bytes() == DATA
-    assert site.seen == [("/f", None)]
-
-
-@pytest.mark.parametrize("note", ["", "[]", '{"url": 1', '{"size": 300000}'])
-def test_a_part_without_its_note_is_started_over(site, tmp_path, note):
-    source = interrupted(site, tmp_path, serve())
-    (tmp_path / PARTS[1]).write_text(note)
-    quick([source], tmp_path)
-    assert site.seen == [("/f", None)]
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert [asked for _, asked in site.seen] == [f"bytes={CUT + len(DATA)}-", None]
 
 
 def test_a_part_that_is_complete_needs_no_server(site, tmp_path):
     source = interrupted(site, tmp_path, status(500))
-    (tmp_path / PARTS[0]).write_bytes(DATA)
+    (tmp_path / PART).write_bytes(DATA)
     [file] = quick([source], tmp_path)
     assert file.read_bytes() == DATA
     assert site.seen == []
-
-
-def test_a_part_beside_the_whole_file_is_removed(site, tmp_path):
-    source = interrupted(site, tmp_path, status(500))
-    (tmp_path / "set" / "file.bin").write_bytes(DATA)
-    assert quick([source], tmp_path) == [tmp_path / "set" / "file.bin"]
-    assert left(tmp_path) == ["set", "set/file.bin"]
 
 
 def test_a_part_stays_while_its_server_is_down_and_goes_when_the_file_is_gone(site, tmp_path):
     source = interrupted(site, tmp_path, status(503), status(503), status(404))
     with pytest.raises(DownloadError, match="answered 503 .*continues from the 0.1 MB that arrived"):
         quick([source], tmp_path)
-    assert left(tmp_path) == ["set", *PARTS]
+    assert left(tmp_path) == [PART]
     with pytest.raises(DownloadError, match="answered 404"):
         quick([source], tmp_path)
-    assert left(tmp_path) == ["set"]
+    assert left(tmp_path) == []
 
 
 def test_a_mirror_without_the_file_does_not_cost_what_has_arrived(site, tmp_path):
-    urls = [site.url("/f", serve(cut=1000, ranges=False)), site.url("/gone", status(404))]
-    with pytest.raises(DownloadError, match="/gone: .*404.*continues from the 1000 bytes that arrived"):
+    urls = [site.url("/f", serve(cut=CUT, ranges=False)), site.url("/gone", status(404))]
+    with pytest.raises(DownloadError, match="/gone: .*404.*continues from the 0.1 MB that arrived"):
         quick([file_at(*urls)], tmp_path)
-    assert left(tmp_path) == ["set", *PARTS]
+    assert left(tmp_path) == [PART]
 
 
 def wait_for(part, size):
@@ -490,46 +501,33 @@ def wait_for(part, size):
 def test_an_interrupt_leaves_what_has_arrived(site, tmp_path):
     def interrupt(visit):
         visit.wfile.flush()
-        wait_for(tmp_path / PARTS[0], 1000)
+        wait_for(tmp_path / PART, CUT)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         stall(visit)
 
-    source = file_at(site.url("/f", serve(cut=1000, then=interrupt), serve()))
+    source = file_at(site.url("/f", serve(cut=CUT, then=interrupt), serve()))
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born deaf to it
     try:
         with pytest.raises(KeyboardInterrupt):
-            quick([source], tmp_path, timeout=60)
+            quick([source], tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert left(tmp_path) == ["set", *PARTS]
+    assert left(tmp_path) == [PART]
     quick([source], tmp_path)
-    assert site.seen[1] == ("/f", "bytes=1000-")
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert site.seen[1] == ("/f", f"bytes={CUT}-")
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 # Room
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(site, tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda path: SimpleNamespace(free=250_000))
-    words = r"no room for file.bin in .*set .*: it needs 0.3 MB, and 0.2 MB is free; make room or choose another folder"
-    with pytest.raises(DownloadError, match=words):
-        quick([file_at(site.url("/f", serve()))], tmp_path)
-    assert left(tmp_path) == []
-
-
 def test_a_disk_that_fills_up_meanwhile(site, tmp_path, monkeypatch):
-    really, calls = os.fsync, []
-
     def full(number):  # where file systems that allocate late say it
-        calls.append(number)
-        if len(calls) > 1:  # the first is that of the part's note
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        really(number)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DownloadError, match="no room for file.bin in .*No space left on device"):
+    with pytest.raises(DownloadError, match="set cannot be written into .*set: No space left on device .*make room"):
         quick([file_at(site.url("/f", serve()))], tmp_path)
     assert left(tmp_path) == []
 
@@ -543,7 +541,7 @@ def test_a_file_in_place_of_the_folder(site, tmp_path, where):
         DownloadError, match="set cannot be written into .*(File exists|Not a directory).*another folder"
     ):
         quick([file_at(site.url("/f", serve()))], tmp_path / "folder" if where else place)
-    assert left(tmp_path) == ["folder", place.relative_to(tmp_path).as_posix()]
+    assert left(tmp_path) == [place.relative_to(tmp_path).as_posix()]
     assert site.seen == []
 
 
@@ -551,7 +549,7 @@ def test_a_folder_in_place_of_the_file(site, tmp_path):
     (tmp_path / "set" / "file.bin").mkdir(parents=True)
     with pytest.raises(DownloadError, match="cannot be written into .*Is a directory"):
         quick([file_at(site.url("/f", serve()))], tmp_path)
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == []
 
 
 # Other processes
@@ -560,7 +558,7 @@ def test_a_folder_in_place_of_the_file(site, tmp_path):
 def child(script, *arguments):
     """A Python process of its own that runs a script after the imports it needs."""
     imports = "import sys, json, pathlib; from equipoise.lab.data.get.download import get, DownloadError\n"
-    imports += "from equipoise.lab.data.get.sources import Source\n"
+    imports += "from equipoise.lab.data.get.sources import RemoteFile\n"
     command = [sys.executable, "-c", imports + script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -573,24 +571,24 @@ def test_a_run_that_is_killed_keeps_others_out_while_it_lives_and_is_continued_a
         waiting.set()
         stall(visit)
 
-    source = file_at(site.url("/f", serve(cut=100_000, then=wait), serve()))
-    script = "get('set', [Source('file.bin', (sys.argv[1],), md5=sys.argv[2])], pathlib.Path(sys.argv[3]), timeout=60)"
+    source = file_at(site.url("/f", serve(cut=CUT, then=wait), serve()))
+    script = "get('set', [RemoteFile('file.bin', (sys.argv[1],), md5=sys.argv[2])], pathlib.Path(sys.argv[3]))"
     process = child(script, source.urls[0], source.md5, tmp_path)
     try:
         assert waiting.wait(60)
-        wait_for(tmp_path / PARTS[0], 100_000)
-        with pytest.raises(DownloadError, match=f"set is being filled by process {process.pid}; run the same command"):
+        wait_for(tmp_path / PART, CUT)
+        with pytest.raises(DownloadError, match="another process is downloading into .*set; try again"):
             quick([source], tmp_path)
-        assert left(tmp_path) == ["set", "set/.lock", *PARTS]
+        assert left(tmp_path) == [PART]
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     site.sent = 0
     [file] = quick([source], tmp_path)
     assert file.read_bytes() == DATA
-    assert site.seen[1:] == [("/f", "bytes=100000-")]
-    assert site.sent == 200_000
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert site.seen[1:] == [("/f", f"bytes={CUT}-")]
+    assert site.sent == len(DATA) - CUT
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 def test_a_real_limit_on_the_size_of_files(site, tmp_path):
@@ -603,18 +601,13 @@ def test_a_real_limit_on_the_size_of_files(site, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
         for url, unpack in zip(sys.argv[2:], (False, True)):
             try:
-                get("set", [Source("file.bin", (url,), unpack=unpack)], pathlib.Path(sys.argv[1]), progress=False)
+                get("set", [RemoteFile("file.bin", (url,), unpack=unpack)], pathlib.Path(sys.argv[1]), progress=False)
             except DownloadError as error:
                 print(error)
     """
     said, failed = child(script, tmp_path, *urls).communicate(timeout=60)
     assert not failed
-    assert re.search(
-        r"/f: there is no room for file.bin .*\(File too large\): it needs 0.3 MB, and .* is free;.*\n", said
-    )
-    assert re.search(
-        r"/z: there is no room for file.bin .*\(File too large\): it needs .*, and more once unpacked", said
-    )
+    assert len(re.findall(r"set cannot be written into .*: File too large .*make room.*\n", said)) == 2
     assert left(tmp_path) == []
 
 
@@ -634,11 +627,11 @@ def test_two_at_once_do_not_disturb_each_other(site, tmp_path):
     for thread in threads:
         thread.join()
     had = [outcome for outcome in outcomes if outcome == [tmp_path / "set" / "file.bin"]]
-    kept_out = [outcome for outcome in outcomes if "is being filled by" in outcome]
+    kept_out = [outcome for outcome in outcomes if "another process is downloading" in outcome]
     assert had
     assert len(had) + len(kept_out) == 8
     assert (tmp_path / "set" / "file.bin").read_bytes() == DATA
-    assert left(tmp_path) == ["set", "set/file.bin"]
+    assert left(tmp_path) == ["set/file.bin"]
 
 
 # What is said meanwhile
@@ -647,9 +640,7 @@ def test_two_at_once_do_not_disturb_each_other(site, tmp_path):
 def test_lines_where_there_is_no_terminal(site, tmp_path, capsys):
     source = file_at(site.url("/f", serve()))
     quick([source], tmp_path, progress=True)
-    start, end = capsys.readouterr().err.splitlines()
-    assert start == f"file.bin: downloading from {source.urls[0]}"
-    assert end == f"file.bin: 1 file in {tmp_path / 'set'}"
+    assert capsys.readouterr().err == f"file.bin: downloading from {source.urls[0]}\n"
     quick([source], tmp_path, progress=True)
     assert capsys.readouterr().err == f"set: already there, in {tmp_path / 'set'}\n"
     quick([source], tmp_path)
@@ -660,8 +651,8 @@ def test_a_bar_on_a_terminal(site, tmp_path, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    quick([file_at(site.url("/f", serve(cut=1000), serve()))], tmp_path, progress=True)
-    assert re.search(r"file.bin: 100%.*300k/300k", terminal.getvalue())
+    quick([file_at(site.url("/f", serve(cut=CUT), serve()))], tmp_path, progress=True)
+    assert re.search(r"100%.*202k/202k", terminal.getvalue())
 
 
 # Archives
@@ -697,11 +688,12 @@ PACKED = {"zip": zipped(TREE), "tar": tarred(TREE, "w"), "tar.gz": tarred(TREE)}
 
 
 def archive_at(url, **options):
-    return Source("archive", (url,), unpack=True, **options)
+    return RemoteFile("archive", (url,), unpack=True, **options)
 
 
 def tree(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -712,9 +704,7 @@ def test_an_archive_is_unpacked_whatever_its_name(site, tmp_path, kind):
     note = ".archive.unpacked.json"
     assert sorted(files) == sorted(tmp_path / "set" / name for name in TREE)
     assert {name: data for name, data in tree(tmp_path / "set").items() if name != note} == TREE
-    assert left(tmp_path) == sorted(
-        ["set", f"set/{note}", "set/top", "set/top/deep", *(f"set/{name}" for name in TREE)]
-    )
+    assert left(tmp_path) == sorted(f"set/{name}" for name in (note, *TREE))
     assert quick([source], tmp_path) == files
     assert len(site.seen) == 1
 
@@ -742,8 +732,8 @@ def test_an_unpacked_archive_is_had_again_when_it_is_not_whole(site, tmp_path, h
 
 def test_two_archives_may_share_a_folder(site, tmp_path):
     sources = [
-        Source("one", (site.url("/1", serve(zipped({"top/a": b"1"}))),), unpack=True),
-        Source("two", (site.url("/2", serve(zipped({"top/b": b"2"}))),), unpack=True),
+        RemoteFile("one", (site.url("/1", serve(zipped({"top/a": b"1"}))),), unpack=True),
+        RemoteFile("two", (site.url("/2", serve(zipped({"top/b": b"2"}))),), unpack=True),
     ]
     files = quick(sources, tmp_path)
     assert [file.read_bytes() for file in files] == [b"1", b"2"]
@@ -811,59 +801,65 @@ def long_header(size):
 PLAIN_TAR = tarred({"a": b"a" * 600, "b": b"b" * 600, "c": b"c"}, "w")
 
 ARCHIVES = {
-    "not an archive": (DATA, "neither a zip nor a tar nor a tar.gz"),
-    "empty": (b"", "neither a zip nor a tar"),
-    "gzip of no tar": (gzip.compress(DATA), "damaged or cut short"),
-    "zip of nothing": (zipped({}), "holds no files"),
-    "tar of nothing": (tarred({}), "damaged or cut short|holds no files"),
-    "zip escape": (zipped({"ok": b"", "../out": b"x"}), "'../out' leads out of the folder"),
-    "zip inner escape": (zipped({"a/../../out": b"x"}), "'a/../../out' leads out of the folder"),
-    "zip absolute": (zipped({"/etc/out": b"x"}), "'/etc/out' is an absolute path"),
-    "zip drive": (zipped({"C:/out": b"x"}), "'C:/out' is an absolute path"),
-    "zip backslash": (zipped({"..\\out": b"x"}), "has a backslash"),
-    "zip link": (zip_link(), "'link' is a symbolic link"),
-    "zip duplicate": (zip_twice(), "'same' has the name of another entry"),
-    "zip file and folder": (zipped({"a": b"", "a/b": b""}), "'a/b' has the name of another entry"),
-    "zip folder and file": (zipped({"a/b": b"", "a": b""}), "'a' has the name of another entry"),
-    "zip nameless": (zipped({".": b"x"}), "'.' is a file without a name"),
-    "zip deep": (zipped({"a/" * 900 + "b": b""}), "more than 64 folders deep"),
-    "zip encrypted": (flagged(0x01), "'secret' is encrypted"),
+    "not an archive": (DATA, "damaged, or not a zip, tar"),
+    "empty": (b"", "damaged, or not a zip, tar"),
+    "gzip of no tar": (gzip.compress(DATA), "damaged, or not"),
+    "zip of nothing": (zipped({}), "holds 0 files"),
+    "tar of nothing": (tarred({}), "damaged, or not|holds 0 files"),
+    "zip escape": (zipped({"ok": b"", "../out": b"x"}), "'../out' does not have a plain relative path"),
+    "zip inner escape": (zipped({"a/../../out": b"x"}), "'a/../../out' does not have a plain relative path"),
+    "zip absolute": (zipped({"/etc/out": b"x"}), "'/etc/out' does not have a plain relative path"),
+    "zip drive": (zipped({"C:/out": b"x"}), "'C:/out' does not have a plain relative path"),
+    "zip backslash": (zipped({"..\\out": b"x"}), "does not have a plain relative path"),
+    "zip link": (zip_link(), "'link' is a link or a special file"),
+    "zip duplicate": (zip_twice(), "do not have the 2 bytes it states"),
+    "zip file and folder": (zipped({"a": b"", "a/b": b""}), "damaged, or not"),
+    "zip folder and file": (zipped({"a/b": b"", "a": b""}), "damaged, or not"),
+    "zip nameless": (zipped({".": b"x"}), "damaged, or not"),
+    "zip deep": (zipped({"a/" * 900 + "b": b""}), "does not have a plain relative path of at most 64"),
+    "zip encrypted": (flagged(0x01), "'secret'.* is encrypted"),
     "zip bomb": (
         zipped({"bomb": bytes(65_000_000)}, compresslevel=1),
-        "more than 64000000 bytes with its entry 'bomb'",
+        "or 64000000 bytes with its entry 'bomb'",
     ),
-    "zip says less": (lying(10), "damaged or cut short at its entry 'liar'"),
-    "zip says more": (lying(2000), "'liar' says that it has 2000 bytes, and has 1000|damaged or cut short at"),
-    "zip says terabytes": (lying(2**32 - 2), "more than 64000000 bytes with its entry 'liar'"),
-    "zip cut": (PACKED["zip"][:-30], "damaged or cut short"),
+    "zip says less": (lying(10), "damaged, or .*'liar'"),
+    "zip says more": (lying(2000), "do not have the 2000 bytes it states"),
+    "zip says terabytes": (lying(2**32 - 2), "or 64000000 bytes with its entry 'liar'"),
+    "zip cut": (PACKED["zip"][:-30], "damaged, or not"),
     "zip checksum": (
         flipped(PACKED["zip"], PACKED["zip"].index(b"PK\x01\x02") + 16),
-        "damaged or cut short at its entry 'top/a.txt' .*CRC",
+        "damaged.*CRC.*'top/a.txt'",
     ),
-    "zip data": (flipped(zipped({"a": DATA}), 1000), "damaged or cut short at its entry 'a'"),
+    "zip data": (flipped(zipped({"a": DATA}), 1000), "damaged, or not"),
     "zip method": (flipped(PACKED["zip"], PACKED["zip"].index(b"PK\x01\x02") + 10), "compression method"),
-    "tar escape": (tarred({"../out": b"x"}), "'../out' leads out of the folder"),
-    "tar absolute": (tarred({"/etc/out": b"x"}), "'/etc/out' is an absolute path"),
-    "tar link": (tarred({"l": {"type": tarfile.SYMTYPE, "linkname": "/etc"}, "l/x": b"x"}), "'l' is a symbolic link"),
-    "tar hard link": (tarred({"a": b"a", "b": {"type": tarfile.LNKTYPE, "linkname": "a"}}), "'b' is a hard link"),
-    "tar pipe": (tarred({"p": {"type": tarfile.FIFOTYPE}}), "'p' is neither a plain file nor a folder"),
-    "tar device": (tarred({"d": {"type": tarfile.CHRTYPE}}), "'d' is neither a plain file nor a folder"),
-    "tar sparse": (tarred({"s": {"type": tarfile.GNUTYPE_SPARSE}}, "w"), "neither a plain file nor|damaged"),
-    "tar zero byte": (pax(path="a\0b"), "has a backslash or a zero byte"),
+    "tar escape": (tarred({"../out": b"x"}), "'../out' does not have a plain relative path"),
+    "tar absolute": (tarred({"/etc/out": b"x"}), "'/etc/out' does not have a plain relative path"),
+    "tar link": (
+        tarred({"l": {"type": tarfile.SYMTYPE, "linkname": "/etc"}, "l/x": b"x"}),
+        "'l' is a link or a special file",
+    ),
+    "tar hard link": (
+        tarred({"a": b"a", "b": {"type": tarfile.LNKTYPE, "linkname": "a"}}),
+        "'b' is a link or a special file",
+    ),
+    "tar pipe": (tarred({"p": {"type": tarfile.FIFOTYPE}}), "'p' is a link or a special file"),
+    "tar device": (tarred({"d": {"type": tarfile.CHRTYPE}}), "'d' is a link or a special file"),
+    "tar sparse": (tarred({"s": {"type": tarfile.GNUTYPE_SPARSE}}, "w"), "is a link or a special file|damaged"),
+    "tar zero byte": (pax(path="a\0b"), "does not have a plain relative path"),
     "tar bomb": (
         lambda: tarred({"bomb": bytes(65_000_000)}, compresslevel=1),
-        "than 64000000 bytes with its entry 'bomb'",
+        "or 64000000 bytes with its entry 'bomb'",
     ),
-    "tar bomb after its end": (gzip_bomb, "more than 64000000 bytes, which is taken for a bomb"),
+    "tar bomb after its end": (gzip_bomb, "more than 64000000 bytes: a bomb"),
     "tar terabytes": (
         tarred({"t": {"size": 2**40}}, "w", format=tarfile.GNU_FORMAT),
-        "64000000 bytes with its entry 't'",
+        "or 64000000 bytes with its entry 't'",
     ),
-    "tar negative": (pax(size="-1024"), "damaged|says that it has -1024 bytes, and has 0"),
+    "tar negative": (pax(size="-1024"), "is a link or a special file"),
     "tar long header": (long_header(2**31), "has a header of 2147483648 bytes"),
-    "tar.gz cut": (PACKED["tar.gz"][:-30], "damaged or cut short"),
-    "tar.gz checksum": (flipped(PACKED["tar.gz"], len(PACKED["tar.gz"]) - 6), "damaged or cut short"),
-    "tar cut in a file": (PLAIN_TAR[:800], "damaged or cut short at its entry 'a'"),
+    "tar.gz cut": (PACKED["tar.gz"][:-30], "damaged, or not"),
+    "tar.gz checksum": (flipped(PACKED["tar.gz"], len(PACKED["tar.gz"]) - 6), "damaged, or not"),
+    "tar cut in a file": (PLAIN_TAR[:800], "damaged, or not"),
     "tar cut in a header": (PLAIN_TAR[: 3 * 512 + 100], "the end of the archive is missing"),
     "tar cut between entries": (PLAIN_TAR[: 3 * 512], "the end of the archive is missing"),
     "tar damaged header": (flipped(PLAIN_TAR, 3 * 512), "the end of the archive is missing"),
@@ -878,43 +874,34 @@ def test_an_archive_that_is_not_unpacked(site, tmp_path, fault):
     files = quick([old], tmp_path)
     before = left(tmp_path), tree(tmp_path)
     new = archive_at(site.url("/new", serve(packed)), md5=md5(packed))
-    start = "/new: the archive was not unpacked and was removed: it"
-    with pytest.raises(DownloadError, match=f"{start}.*({words}).*; run the same command again, and if"):
+    with pytest.raises(DownloadError, match=f"/new: the archive.*({words}).*; nothing was kept: get archive elsewhere"):
         quick([new], tmp_path)
     assert (left(tmp_path), tree(tmp_path)) == before
     assert quick([old], tmp_path) == files
-
-
-def test_published_contents_are_checked(site, tmp_path):
-    url = site.url("/a", serve(PACKED["tar"]))
-    with pytest.raises(DownloadError, match=f"md5 of its file 'c' is {'0' * 32} as published, and {md5(b'')} here"):
-        quick([archive_at(url, contents={"c": "0" * 32})], tmp_path)
-    with pytest.raises(DownloadError, match=f"md5 of its file 'd' is {'0' * 32} as published, and not there here"):
-        quick([archive_at(url, contents={"d": "0" * 32})], tmp_path)
-    assert left(tmp_path) == []
 
 
 def test_limits_are_those_given(tmp_path):
     archive, target = tmp_path / "archive", tmp_path / "target"
     archive.write_bytes(PACKED["tar.gz"])
     target.mkdir()
-    with pytest.raises(ArchiveError, match="more than 2 entries"):
+    with pytest.raises(ArchiveError, match="more than 2 entries or"):
         unpack(archive, target, limits=Limits(entries=2))
-    with pytest.raises(ArchiveError, match="more than 5000 bytes"):
+    with pytest.raises(ArchiveError, match="or 5000 bytes"):
         unpack(archive, target, limits=Limits(size=5000))
-    with pytest.raises(ArchiveError, match=f"more than {len(PACKED['tar.gz'])} bytes"):
+    with pytest.raises(ArchiveError, match=f"or {len(PACKED['tar.gz'])} bytes"):
         unpack(archive, target, limits=Limits(small=100, ratio=1))
     assert left(target) == []
 
 
-def test_rights_in_an_archive_are_not_taken_over(tmp_path):
+def test_rights_in_an_archive_are_limited(tmp_path):
     archive, target = tmp_path / "archive", tmp_path / "target"
     archive.write_bytes(tarred({"run": {"mode": 0o6777}, "locked": {"mode": 0}}))
     target.mkdir()
-    (tmp_path / "ordinary").touch()
     unpack(archive, target)
-    ordinary = (tmp_path / "ordinary").stat().st_mode
-    assert {path.stat().st_mode for path in target.iterdir()} == {ordinary}
+    assert {path.name: oct(path.stat().st_mode & 0o7777) for path in target.iterdir()} == {
+        "run": "0o755",
+        "locked": "0o600",
+    }
 
 
 def test_what_a_killed_run_had_unpacked_is_removed(site, tmp_path):
@@ -956,6 +943,6 @@ def test_damage_anywhere_is_an_error_or_harmless(tmp_path_factory, kind, data):
     try:
         sizes = unpack(folder / "archive", folder / "target")
     except ArchiveError:
-        assert left(folder) == ["archive", "target"]
+        assert left(folder) == ["archive"]
     else:
         assert {name: len(data) for name, data in tree(folder / "target").items()} == sizes

@@ -20,16 +20,16 @@ class Limits:
     """What a file may grow to; one that claims more is rejected as a bomb.
 
     Args:
-        entries: files and folders in an archive that is unpacked.
-        size: bytes that an archive unpacks to.
+        entries: number of files and folders in an archive that is unpacked.
+        size: number of bytes that an archive unpacks to.
         ratio: bytes that an archive, or an entry of a zip, inflates to per byte of its own, beyond ``small``.
-        array_ratio: the same of a file of arrays, which is read into memory as a whole.
-        small: bytes that any compressed file may inflate to.
-        memory: bytes of one file of arrays, inflated, in memory.
-        image_file: bytes of one image file, or of one entry of a zip that is read in place.
-        pixels: pixels of one image; Pillow itself warns from 89.5 million on.
-        whole_image: pixels of an image that is segmented at once; larger ones are segmented in windows.
-        segmentation: bytes of an image and its logits while it is segmented.
+        array_ratio: the same for a file of arrays, which is read into memory as a whole.
+        small: number of bytes that any compressed file may inflate to.
+        memory: number of bytes of one file of arrays, inflated, in memory.
+        image_file: number of bytes of one image file, or of one entry of a zip that is read in place.
+        pixels: number of pixels of one image; Pillow itself warns from 89.5 million on.
+        whole_image: number of pixels of an image that is segmented at once; larger ones are segmented in windows.
+        segmentation: number of bytes of an image and its logits while it is segmented.
     """
 
     entries: int = 1_000_000
@@ -44,19 +44,16 @@ class Limits:
     segmentation: int = 4 * 10**9
 
     def unpacked(self, archive: Path) -> int:
-        """Bytes that this archive may unpack to on disk."""
-        return min(self.size, self.inflated(archive.stat().st_size, self.ratio))
+        """Return the number of bytes that this archive may unpack to on disk."""
+        return min(self.size, max(self.small, self.ratio * archive.stat().st_size))
 
     def in_memory(self, file: Path) -> int:
-        """Bytes that this compressed file may inflate to in memory."""
-        return min(self.memory, self.inflated(file.stat().st_size, self.array_ratio))
+        """Return the number of bytes that this compressed file may inflate to in memory."""
+        return min(self.memory, max(self.small, self.array_ratio * file.stat().st_size))
 
     def entry(self, size: int) -> int:
-        """Bytes that an entry of ``size`` compressed bytes of a zip may inflate to in memory."""
-        return min(self.image_file, self.inflated(size, self.ratio))
-
-    def inflated(self, size: int, ratio: int) -> int:
-        return max(self.small, ratio * size)
+        """Return the number of bytes that an entry of ``size`` compressed bytes of a zip may inflate to in memory."""
+        return min(self.image_file, max(self.small, self.ratio * size))
 
 
 LIMITS = Limits()
@@ -73,12 +70,11 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_exactly(file: IO[bytes] | GzipFile, size: int) -> bytearray:
-    """Return all ``size`` bytes that are left in a stream, which must be so many; grows as they arrive."""
+    """Return the bytes that are left in a stream, allocated as they arrive; raise unless there are ``size`` of them."""
     data = bytearray()
     while len(data) <= size and (chunk := file.read(CHUNK)):
         data += chunk
-    if len(data) > size:
-        raise ValueError(f"it holds more than the {size} bytes of data that its header promises")
-    if len(data) < size:
-        raise ValueError(f"it holds {len(data)} bytes of data, its header promises {size}")
+    if len(data) != size:
+        held = f"more than the {size}" if len(data) > size else f"{len(data)} of the {size}"
+        raise ValueError(f"it holds {held} bytes of data that its header promises")
     return data

@@ -12,45 +12,49 @@ from equipoise.lab.data.files.limits import LIMITS, read_file
 
 
 class Tree(ABC):
-    """Files below one place, named by their relative path with ``/``. Read from any thread."""
+    """Files below one place, named by their relative path with ``/``. Safe to read from several threads."""
 
     path: Path
 
     @abstractmethod
-    def files(self) -> list[str]:
-        """Every file, sorted; hidden ones and what macOS adds to its zips left out."""
+    def names(self) -> list[str]:
+        """Return the names of all files, in any order."""
 
     @abstractmethod
     def read(self, file: str) -> bytes:
-        """The bytes of one file, which must be within the limits of an image file."""
+        """Return the bytes of one file, within the limits of an image file."""
+
+    def files(self) -> list[str]:
+        """Return the names of all files, sorted, without hidden ones and those that macOS adds to its zips."""
+        hidden = (".", "__MACOSX")
+        return sorted(name for name in self.names() if not any(part.startswith(hidden) for part in name.split("/")))
 
 
 class Folder(Tree):
     """A folder.
 
     Args:
-        path: of the folder.
-        parts: the only subfolders to look into; all of it if empty.
+        path: path of the folder.
+        parts: the only subfolders to look into; all if empty.
     """
 
     def __init__(self, path: Path, parts: tuple[str, ...] = ()):
-        self.path = path
-        self.parts = parts
+        self.path, self.parts = path, parts
 
-    def files(self) -> list[str]:
-        found = []
+    def names(self) -> list[str]:
+        names = []
         for part in self.parts or ("",):
-            for folder, _, names in os.walk(self.path / part, followlinks=True):
+            for folder, _, files in os.walk(self.path / part, followlinks=True):
                 inside = Path(folder).relative_to(self.path).as_posix()
-                found += [name if inside == "." else f"{inside}/{name}" for name in names]
-        return sorted(filter(visible, found))
+                names += files if inside == "." else [f"{inside}/{file}" for file in files]
+        return names
 
     def read(self, file: str) -> bytes:
         return read_file(self.path / file, LIMITS.image_file)
 
 
 class Zip(Tree):
-    """A zip archive, nothing of which is ever unpacked."""
+    """A zip archive, read without unpacking it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -61,20 +65,16 @@ class Zip(Tree):
             if inside.is_absolute() or ".." in inside.parts:
                 raise ValueError(f"its entry {name!r} lies outside of the archive")
 
-    def files(self) -> list[str]:
-        return sorted(name for name in self.archive.namelist() if not name.endswith("/") and visible(name))
+    def names(self) -> list[str]:
+        return [name for name in self.archive.namelist() if not name.endswith("/")]
 
     def read(self, file: str) -> bytes:
         with self.lock:
             info = self.archive.getinfo(file)
             most = LIMITS.entry(info.compress_size)
-            if info.file_size > most:  # which zipfile then reads, and no more
+            if info.file_size > most:  # zipfile reads no more than file_size
                 raise ValueError(f"it inflates to {info.file_size:,} bytes; at most {most:,} are read")
             return self.archive.read(info)
 
     def __reduce__(self):  # another process opens the file for itself
         return Zip, (self.path,)
-
-
-def visible(file: str) -> bool:
-    return not any(part.startswith(".") or part == "__MACOSX" for part in file.split("/"))

@@ -1,257 +1,187 @@
-"""Data sets are downloaded whole, checked and unpacked, or not at all.
+"""Download data sets: whole, checked and unpacked, or not at all.
 
-What a run leaves behind when it does not succeed:
-
-- Never a file under its final name that is not the published one, never a folder that is half unpacked, never a
-  change to a copy that was there before.
-- ``FILE.part`` and ``FILE.part.json`` only where the next run can continue from them: the run was interrupted or
-  killed, or the connection was lost, stalled or closed early.
-- Nothing at all after everything else: the file is not there, it is not the published one (size, checksum, an unsafe
-  or damaged archive), there is no room for it. A folder that was made for it is removed again.
+A download that fails leaves no file under its final name that is not the published one and no half-unpacked folder,
+and does not change a copy that was there before. It leaves ``FILE.part`` only where the next run can continue it.
+pooch makes the requests and shows the progress; continuing a transfer that was cut off, and mirrors, are added here.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
+from ssl import SSLCertVerificationError
+from typing import TYPE_CHECKING, Any
 
-from equipoise.lab.data.get.sources import Source
-from equipoise.lab.data.get.transfer import Checksums, DownloadError, Lost, Part, Report, fetch, megabytes
-from equipoise.lab.data.get.unpack import ArchiveError, md5, unpack
+from equipoise.lab.data.files.checksums import mismatch
+from equipoise.lab.data.get.sources import RemoteFile
+from equipoise.lab.data.get.unpack import ArchiveError, unpack
 from equipoise.lab.files import read_json, write_json
 
-if sys.platform != "win32":
-    import fcntl
+if TYPE_CHECKING:
+    from requests import Response
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CHUNK = 1 << 14  # bytes written at once: the most that a broken connection loses
+TIMEOUT = 30.0  # seconds without a byte before a server counts as stalled
+PAUSES = (0, 1, 2, 4)  # seconds to wait before each attempt at an address
 
 
-def get(
-    name: str,
-    sources: Sequence[Source],
-    folder: Path,
-    *,
-    timeout: float = 30.0,
-    progress: bool = True,
-    attempts: int = 4,
-    pause: float = 1.0,
-) -> list[Path]:
-    """Have every file of a data set in ``folder / name``; what is already there is not downloaded again.
+class DownloadError(RuntimeError):
+    """A data set could not be downloaded; the message says from where, what happened and what to do."""
+
+
+class ConnectionLost(DownloadError):
+    """A fault that may pass: the next request can continue from what has arrived."""
+
+
+def get(name: str, files: Sequence[RemoteFile], folder: Path, progress: bool = True) -> list[Path]:
+    """Download the files of a data set into ``folder / name``, and return their paths.
 
     Args:
-        name: of the set.
-        sources: its files.
-        folder: of all sets.
-        timeout: seconds without a byte before a server counts as stalled.
-        progress: show how far it is: a bar on a terminal, else a line when a file begins and one when it is there.
-        attempts: how often an address is asked before the next one is.
-        pause: seconds before the second attempt; doubled before each further one.
-
-    Returns:
-        The files, those of an archive one by one.
-
-    Example:
-        >>> get("cifar10", SOURCES["cifar10"], Path("data"))
-        [Path('data/cifar10/cifar-10-batches-bin/data_batch_1.bin'), ...]
+        name: name of the data set.
+        files: its files; those that are already there are not downloaded again, archives are unpacked.
+        folder: folder of all data sets.
+        progress: print a line per file, and show a progress bar on a terminal.
     """
-    if not timeout > 0:
-        raise ValueError(f"the timeout is {timeout!r}; it must be a number of seconds above 0.")
-    for plain in (name, *(source.file for source in sources)):
-        if plain in ("", ".", "..") or re.search(r"[/\\\0]", plain):
-            raise ValueError(f"{plain!r} is the name of a set or of its file; it must be a name without a folder.")
-    for source in sources:
-        if not source.urls or not all(re.match("https?://", url) for url in source.urls):
-            raise ValueError(
-                f"{source.file} is said to be at {source.urls}; an address begins with http:// or https://."
-            )
+    from filelock import FileLock, Timeout
+
     target = Path(folder) / name
-    there = [already_there(source, target) for source in sources]
-    left_over = any(Part(source, target).path.exists() for source in sources)
-    if all(there) and not left_over:  # asked before anything is written: a shared copy may be read-only
-        if progress:
-            say(f"{name}: already there, in {target}")
-        return [path for files in there for path in files]
     try:
-        with alone(target):
-            return [path for source in sources for path in get_file(source, target, timeout, progress, attempts, pause)]
-    except DownloadError:
-        raise
+        paths = [already_there(remote, target) for remote in files]
+        if all(paths):  # asked before anything is written: a shared copy may be read-only
+            if progress:
+                print(f"{name}: already there, in {target}", file=sys.stderr)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            with FileLock(target / ".lock", timeout=0):
+                paths = [get_file(remote, target, progress) for remote in files]
+    except Timeout as error:
+        raise DownloadError(f"another process is downloading into {target}; try again when it has finished.") from error
     except OSError as error:
         raise DownloadError(
-            f"{name} cannot be written into {target}: {error.strerror} ({error.filename}); "
-            "choose another folder or make room there."
+            f"{name} cannot be written into {target}: {error.strerror or error} ({error.filename}); "
+            "choose another folder or make room there, then run the same command again."
         ) from error
+    return [path for several in paths for path in several]
 
 
-def get_file(source: Source, target: Path, timeout: float, progress: bool, attempts: int, pause: float) -> list[Path]:
-    """Have one file of a set, or the files of one archive, in the folder of the set."""
-    part = Part(source, target)
-    files = already_there(source, target)
-    if files:
-        part.remove()  # of a run that was killed at its very end
-    else:
-        with leaving_nothing(source, part), showing(source, progress) as report:
-            fetch(source, part, timeout, attempts, pause, report)
-            files = put_in_place(source, part, target)
-    if progress:
-        say(f"{source.file}: {'1 file' if len(files) == 1 else f'{len(files)} files'} in {target}")
-    return files
+def already_there(remote: RemoteFile, target: Path) -> list[Path]:
+    """Return the paths of a file, or of the files in an archive, if all are in the folder as published; else none."""
+    sizes: dict[str, int | None] = {remote.file: remote.size}
+    hashes = {remote.file: remote.known_hash}
+    if remote.unpack:
+        sizes = dict.fromkeys(remote.contents)
+        hashes = {file: f"md5:{md5}" for file, md5 in remote.contents.items()}
+        with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+            note = read_json(target / remote.note)
+            sizes = note["sizes"] if note["archive"] == remote.identity else sizes
+    for file, size in sizes.items():
+        path = target / file
+        if not path.is_file() or size not in (None, path.stat().st_size) or mismatch(path, hashes.get(file)):
+            return []
+    return [target / file for file in sizes]
 
 
-def already_there(source: Source, target: Path) -> list[Path]:
-    """The files of the source if all of them are in the folder as published; else none."""
-    if not source.unpack:
-        path = target / source.file
-        right_size = path.is_file() and source.size in (None, path.stat().st_size)
-        return [path] if right_size and not Checksums(source).read(path).wrong() else []
-    sizes = unpacked_sizes(source, target)
-    paths = {name: target / name for name in (sizes or source.contents)}
-    if (
-        all(path.is_file() for path in paths.values())
-        and all(paths[name].stat().st_size == size for name, size in sizes.items())
-        and all(md5(target / name) == published.lower() for name, published in source.contents.items())
-    ):
-        return list(paths.values())
-    return []
-
-
-def put_in_place(source: Source, part: Part, target: Path) -> list[Path]:
-    """Give the file that arrived its name, or unpack it; a note of what was unpacked is written last."""
-    if source.unpack:
-        sizes = unpack(part.path, target, source.contents)
-        write_json(note_path(source, target), {"archive": identity(source), "sizes": sizes})
-        files = [target / name for name in sizes]
-    else:
-        files = [part.path.replace(target / source.file)]
-    part.remove()
-    return files
-
-
-def unpacked_sizes(source: Source, target: Path) -> dict[str, int]:
-    """Sizes by path of the files that an earlier run unpacked from the same archive; empty if none did."""
-    try:
-        note = read_json(note_path(source, target))
-        return note["sizes"] if note["archive"] == identity(source) else {}
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return {}
-
-
-def note_path(source: Source, target: Path) -> Path:
-    return target / f".{source.file}.unpacked.json"
-
-
-def identity(source: Source) -> dict[str, str | int | None]:
-    return {"md5": source.md5, "sha256": source.sha256, "size": source.size}
-
-
-@contextmanager
-def leaving_nothing(source: Source, part: Part) -> Iterator[None]:
-    """Remove the part after a failure unless it can be continued, and say what failed."""
-    try:
-        yield
-    except BaseException as error:
-        origin = part.origin
-        interrupted = isinstance(error, Lost) or not isinstance(error, Exception)
-        if not (interrupted and part.arrived):
-            part.remove()
-        url = origin.url or source.urls[0]
-        if isinstance(error, ArchiveError):
-            raise DownloadError(
-                f"{url}: the archive was not unpacked and was removed: {error}; run the same command again, and if it "
-                "ends the same way tell the publisher of the set."
-            ) from error
-        if isinstance(error, OSError) and error.errno in FULL:
-            size = origin.size or source.size
-            need = f"{megabytes(size)}{', and more once unpacked' if source.unpack else ''}" if size else "more"
-            free = megabytes(shutil.disk_usage(part.path.parent).free)
-            raise DownloadError(
-                f"{url}: there is no room for {source.file} in {part.path.parent} ({error.strerror}): it needs {need}, "
-                f"and {free} is free; make room or choose another folder, then run the same command again."
-            ) from error
-        raise
-
-
-@contextmanager
-def showing(source: Source, progress: bool) -> Iterator[Report]:
-    """What is to be told how far the download is: a bar on a terminal, nothing but a line at its start elsewhere."""
-    if progress and sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(desc=source.file, unit="B", unit_scale=True) as bar:
-
-            def show(arrived: int, size: int | None) -> None:
-                bar.total = size
-                bar.update(arrived - bar.n)
-
-            yield show
-    else:
+def get_file(remote: RemoteFile, target: Path, progress: bool) -> list[Path]:
+    """Download one file, or one archive and unpack it, from the first address that has it; return the paths."""
+    if paths := already_there(remote, target):
+        return paths
+    part = target / f"{remote.file}.part"
+    faults: dict[str, Exception] = {}
+    for url in remote.urls:
         if progress:
-            say(f"{source.file}: downloading from {source.urls[0]}")
-        yield lambda arrived, size: None
+            print(f"{remote.file}: downloading from {url}", file=sys.stderr)
+        for pause in PAUSES:
+            time.sleep(pause)
+            try:
+                receive(remote, url, part, progress)
+                return put_in_place(remote, part, target)
+            except (DownloadError, ArchiveError) as error:
+                faults[url] = error
+                if not isinstance(error, ConnectionLost):
+                    break
+            except OSError:  # of the disk
+                part.unlink(missing_ok=True)
+                raise
+    passing = any(isinstance(fault, ConnectionLost) for fault in faults.values())
+    arrived = part.stat().st_size if passing and remote.known_hash and part.exists() else 0
+    if arrived:
+        remedy = f"run the same command again, it continues from the {arrived / 1e6:.1f} MB that arrived"
+    elif passing:
+        remedy = "the server is down or cannot be reached from here: run the same command again later"
+    else:
+        remedy = (
+            f"nothing was kept: get {remote.file} elsewhere and {'unpack' * remote.unpack or 'put'} it into {target}"
+        )
+    if not arrived:
+        part.unlink(missing_ok=True)
+    raise DownloadError("; ".join(f"{url}: {fault}" for url, fault in faults.items()) + f"; {remedy}.")
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def put_in_place(remote: RemoteFile, part: Path, target: Path) -> list[Path]:
+    """Give a complete file its name, or unpack it and write a note of what it was unpacked to; return the paths."""
+    if not remote.unpack:
+        return [part.replace(target / remote.file)]
+    sizes = unpack(part, target)
+    part.unlink()
+    write_json(target / remote.note, {"archive": remote.identity, "sizes": sizes})
+    return [target / file for file in sizes]
 
 
-@contextmanager
-def alone(target: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process only; an empty folder that was made is removed in the end."""
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+def receive(remote: RemoteFile, url: str, part: Path, progress: bool) -> None:
+    """Request what is missing in ``part``, append it, and check the whole file."""
+    import pooch
+    import requests
+
+    if not remote.known_hash:  # nothing would show whether two parts fit together
+        part.unlink(missing_ok=True)
+    start = part.stat().st_size if part.exists() else 0
+    if start and not mismatch(part, remote.known_hash):
+        return  # a run was interrupted after the last byte
+
+    def begin(response: Response, **options: Any) -> None:
+        """Check a response before its body is read; requests calls this for redirects and errors, too."""
+        nonlocal start
+        stack.callback(response.close)
+        status = response.status_code
+        if status >= 400 and status != 416:
+            passing = status in (408, 429) or status >= 500
+            raise (ConnectionLost if passing else DownloadError)(f"the server answered {status} {response.reason}")
+        if response.is_redirect:
+            return
+        response.raw.headers.pop("Content-Encoding", None)  # a gzipped file stays gzipped
+        if status != 206 or not response.headers["Content-Range"].startswith(f"bytes {start}-"):
+            start = file.seek(file.truncate(0))
+            if status in (206, 416):
+                raise ConnectionLost("the server cannot continue the part that has arrived")
+        if response.headers.get("Content-Type", "").startswith("text/html") and not remote.known_hash:
+            raise DownloadError("the server sent a web page (text/html) instead of the file")
+        length = response.raw.length_remaining  # urllib3 reads no more and no less than that, if it is announced
+        if remote.size is not None and length != remote.size - start:
+            announced = "no size" if length is None else f"{start + length} bytes"
+            raise DownloadError(f"the server announces {announced}, but {remote.size} bytes are published")
+
+    headers = {"User-Agent": "equipoise", "Accept-Encoding": "identity", "Range": f"bytes={start}-" if start else None}
+    options = {"timeout": TIMEOUT, "headers": headers, "hooks": {"response": begin}}
     try:
-        path = target / ".lock"
-        file = locked(path)
-        try:
-            yield
-        finally:
-            with suppress(PermissionError):  # Windows keeps a file while it is open
-                path.unlink(missing_ok=True)
-            file.close()
-    finally:
-        with suppress(OSError):
-            for folder in made:
-                folder.rmdir()
-
-
-def locked(path: Path) -> IO[str]:
-    """An open lock file that holds the lock; the system frees it when this process ends, in whatever way."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a+", encoding="utf-8")
-        except FileNotFoundError:  # another run, which failed, removed the folder just now
-            continue
-        if not seize(file):
-            with file:
-                file.seek(0)
-                owner = file.read() or "another process"
-            raise DownloadError(
-                f"{path.parent} is being filled by {owner}; run the same command again when it is done."
-            )
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                break
-        file.close()  # its owner finished and removed it between our two steps
-    file.truncate(0)
-    file.write(f"process {os.getpid()}")
-    file.flush()
-    return file
-
-
-def seize(file: IO[str]) -> bool:
-    """Whether the lock is ours; a system that has no such locks gives it to everyone."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # some network file systems
-            pass
-    return True
+        with ExitStack() as stack:
+            file = stack.enter_context(part.open("ab"))
+            pooch.HTTPDownloader(progress and sys.stderr.isatty(), CHUNK, **options)(url, file, None)
+            os.fsync(file.fileno())  # on disk before it gets its name: a power cut must not leave an empty file
+    except requests.RequestException as error:
+        cause: BaseException = error
+        while inner := cause.__cause__ or cause.__context__:
+            cause = inner
+        if isinstance(cause, TimeoutError):
+            raise ConnectionLost(f"the server sent nothing for {TIMEOUT:g} s") from error
+        invalid = isinstance(error, ValueError | requests.TooManyRedirects) or isinstance(
+            cause, SSLCertVerificationError
+        )
+        what = f"the connection failed ({getattr(cause, 'strerror', None) or cause})"
+        raise (DownloadError if invalid else ConnectionLost)(what) from error
+    if fault := mismatch(part, remote.known_hash):
+        part.unlink()
+        raise (ConnectionLost if start else DownloadError)(fault)  # two parts that do not fit: start over

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
-from equipoise.lab.data.base import DataSet, FileSplit, Split
+import torch
+
+from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit
 from equipoise.lab.data.catalogue import differs
-from equipoise.lab.data.files.images import MODES, Decoder, check_number, in_memory, shape_of, statistics
+from equipoise.lab.data.files.images import MODES, Decoder
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
+from equipoise.options import require_number
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -30,46 +34,36 @@ Labelled = list[tuple[str, str]]  # file, name of its class
 
 
 def omniglot(places: Places, size: int = 28) -> DataSet:
-    """Handwritten characters of fifty alphabets; the ink is black, as in the files.
+    """Return handwritten characters of fifty alphabets; the ink is black, as in the files.
 
-    A class is a character, twenty drawings each. Those to train on (the background set) and those to test on (the
-    evaluation set) are different characters; test classes are numbered on from the training ones.
+    A class is a character, with twenty drawings. The characters to train on (the background set) and those to test on
+    (the evaluation set) differ; the labels of the test classes follow those of the training classes.
 
     Args:
-        places: where its files are.
-        size: of the images, 105 originally.
+        places: places to look for its files in.
+        size: side of the images, 105 originally.
     """
-    check_number("size", size)
+    require_number("data.size", size, at_least=1, whole=True)
     trees = [places.tree("images_background"), places.tree("images_evaluation")]
     drawings = [[(file, "/".join(file.split("/")[-3:-1])) for file in images(places, tree)] for tree in trees]
-    class_names = [name for part in drawings for name in sorted({name for _, name in part})]
-    number = {name: position for position, name in enumerate(class_names)}
-    splits = []
-    for tree, part in zip(trees, drawings, strict=True):
-        samples = [(file, number[name]) for file, name in part]
-        splits.append(in_memory(FileSplit(samples, Decoder(places, tree, 1, size))))
-    train, test = splits
-    return DataSet(
-        places.name,
-        train,
-        test,
-        shape_of(train),
-        class_names=tuple(class_names),
-        mean=(0.9221,),  # measured, at 28 x 28
-        std=(0.2155,),
-        note=differs(places.name, len(train), len(test)),
+    class_names = tuple(name for part in drawings for name in sorted({name for _, name in part}))
+    train, test = (
+        in_memory(labelled_split(part, class_names, Decoder(places, tree, 1, size)))
+        for tree, part in zip(trees, drawings, strict=True)
     )
+    mean, std, note = (0.9221,), (0.2155,), differs(places.name, len(train), len(test))  # measured, at 28 x 28
+    return DataSet(places.name, train, test, shape_of(train), class_names=class_names, mean=mean, std=std, note=note)
 
 
 def celeba(places: Places, size: int = 64, memory: bool = False) -> DataSet:
-    """Faces, without labels: batches are (images,). The official split; of a part of the set, the last tenth is test.
+    """Return faces, without labels: batches are (images,). The split is the official one if the set is complete.
 
     Args:
-        places: where its files are.
-        size: of the square cut from the middle.
-        memory: decode all images at once and keep them, rather than each time.
+        places: places to look for its files in.
+        size: side of the square cut from the middle.
+        memory: decode all images once and keep them in memory.
     """
-    check_number("size", size)
+    require_number("data.size", size, at_least=1, whole=True)
     tree = places.tree("img_align_celeba")
     samples = [(file,) for file in images(places, tree)]  # numbered, so that their order is the official one
     complete = len(samples) == 202599
@@ -85,12 +79,12 @@ def celeba(places: Places, size: int = 64, memory: bool = False) -> DataSet:
 
 
 def imagenette(places: Places, size: int = 160, memory: bool = False) -> DataSet:
-    """Ten easy classes of ImageNet; its validation images are used as test.
+    """Return ten easy classes of ImageNet; its validation images are used as test.
 
     Args:
-        places: where its files are.
-        size: of the images: the shorter side is resized to it, then the middle is cut out.
-        memory: decode all images at once and keep them, rather than each time.
+        places: places to look for its files in.
+        size: side of the images: the shorter side is resized to it, then the middle is cut out.
+        memory: decode all images once and keep them in memory.
     """
     tree = places.tree("imagenette2", "imagenette2-320", "imagenette2-160", parts=("train", "val"))
     data = imagenet_like(places, tree, size, memory)
@@ -98,92 +92,89 @@ def imagenette(places: Places, size: int = 160, memory: bool = False) -> DataSet
 
 
 def imagenet(places: Places, size: int = 160, memory: bool = False) -> DataSet:
-    """ImageNet (ILSVRC 2012): a thousand classes named by WordNet numbers; its validation images are used as test.
+    """Return ImageNet (ILSVRC 2012), with WordNet IDs as class names; its validation images are used as test.
 
     Args:
-        places: where its files are.
-        size: of the images: the shorter side is resized to it, then the middle is cut out.
-        memory: decode all images at once and keep them, rather than each time.
+        places: places to look for its files in.
+        size: side of the images: the shorter side is resized to it, then the middle is cut out.
+        memory: decode all images once and keep them in memory.
     """
     return imagenet_like(places, places.tree(parts=("train", "val")), size, memory)
 
 
 def image_folder(places: Places, folder: str, size: int = 64, channels: int = 3, memory: bool = False) -> DataSet:
-    """Any folder (or zip) of images: one subfolder per class, or ``train/``, ``test/`` and maybe ``val/`` of such.
+    """Return a folder (or zip) of images: a subfolder per class, or ``train/``, ``test/`` and maybe ``val/`` of such.
 
     Without ``train/``, every tenth image is held out as test. With ``val/`` but no ``test/``, ``val/`` is the test.
 
     Args:
-        places: where it is; else it is looked for from the current folder.
-        folder: its path or name.
-        size: of the images: the shorter side is resized to it, then the middle is cut out.
+        places: places to look for the folder in, before the current folder.
+        folder: path or name of the folder.
+        size: side of the images: the shorter side is resized to it, then the middle is cut out.
         channels: 3 for colour, 1 for grey.
-        memory: decode all images at once and keep them, rather than each time.
+        memory: decode all images once and keep them in memory.
     """
     if channels not in MODES:
         raise ValueError(f"data.channels is {channels!r}; it must be 1 (grey) or 3 (colour).")
     if not isinstance(folder, str):
-        raise ValueError(f"data.folder is {folder!r}; it must be a text: the path of a folder.")
-    path = places.find_tree(folder) or Path(folder).expanduser()  # a run looks in the folder it was begun in first
+        raise ValueError(f"data.folder is {folder!r}; it must be a string, the path of a folder.")
+    path = places.find_tree(folder) or Path(folder).expanduser()  # a run looks first in the folder it was started in
     tree = places.open(path) if path.exists() else places.tree(folder)
-    found = by_part(images(places, tree))
-    if found.keys() == {""} and {name for _, name in found[""]} <= {"train", "val", "test"}:
+    parts = by_part(images(places, tree))
+    if parts.keys() == {""} and {name for _, name in parts[""]} <= {"train", "val", "test"}:
         raise places.damaged(tree.path, "the images in train/ and test/ are not in folders by class, train/CLASS/")
-    if "train" in found:
-        test, val = (found["test"], found.get("val", [])) if "test" in found else (found.get("val", []), [])
-        parts = {"train": found["train"], "test": test, "val": val}
-    elif "" in found:
-        train = [sample for row, sample in enumerate(found[""]) if row % 10]
-        parts = {"train": train, "test": found[""][::10]}
+    if "train" in parts:
+        val = parts.get("val", [])
+        parts = {"train": parts["train"], "test": parts.get("test", val), "val": val if "test" in parts else []}
+    elif "" in parts:
+        every = parts[""]
+        parts = {"train": [sample for row, sample in enumerate(every) if row % 10], "test": every[::10]}
     else:
         raise places.damaged(tree.path, "its images are not in folders CLASS/, nor in train/CLASS/ and test/CLASS/")
     data = class_folders(places, tree, parts, size, channels, memory)
-    mean, std = statistics(data.train)
-    return replace(data, mean=mean, std=std)
+    rows = torch.arange(0, len(data.train), math.ceil(len(data.train) / 256))
+    levels = data.train.read(rows)[0].double().div(255).transpose(0, 1).flatten(1)
+    std = levels.std(1).clamp(min=1 / 255)  # a channel may be constant
+    return replace(data, mean=tuple(levels.mean(1).tolist()), std=tuple(std.tolist()))
 
 
 def imagenet_like(places: Places, tree: Tree, size: int, memory: bool) -> DataSet:
-    found = by_part(images(places, tree))
-    parts = {"train": found.get("train", []), "test": found.get("val", [])}
+    parts = by_part(images(places, tree))
+    parts = {"train": parts.get("train", []), "test": parts.get("val", [])}
     return replace(class_folders(places, tree, parts, size, 3, memory), mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
 def class_folders(
     places: Places, tree: Tree, parts: dict[str, Labelled], size: int, channels: int, memory: bool
 ) -> DataSet:
-    """A data set of the parts "train", "test" and maybe "val"; classes are numbered in the order of their names."""
-    check_number("size", size)
-    class_names = sorted({name for part in parts.values() for _, name in part})
-    number = {name: position for position, name in enumerate(class_names)}
-    decode = Decoder(places, tree, channels, size)
-
-    def split(part: str) -> Split:
+    """Return a data set of the parts "train", "test" and maybe "val"; labels follow the order of the class names."""
+    require_number("data.size", size, at_least=1, whole=True)
+    for part in ("train", "test"):
         if not parts[part]:
             raise places.damaged(tree.path, f"it holds no images to {part} with, in folders by class")
-        return kept(FileSplit([(file, number[name]) for file, name in parts[part]], decode), memory)
+    class_names = tuple(sorted({name for files in parts.values() for _, name in files}))
+    decode = Decoder(places, tree, channels, size)
+    splits = {part: kept(labelled_split(files, class_names, decode), memory) for part, files in parts.items() if files}
+    train, test = splits["train"], splits["test"]
+    note = differs(places.name, len(train), len(test))
+    return DataSet(places.name, train, test, shape_of(train), val=splits.get("val"), class_names=class_names, note=note)
 
-    train, test = split("train"), split("test")
-    return DataSet(
-        places.name,
-        train,
-        test,
-        shape_of(train),
-        val=split("val") if parts.get("val") else None,
-        class_names=tuple(class_names),
-        note=differs(places.name, len(train), len(test)),
-    )
+
+def labelled_split(files: Labelled, class_names: tuple[str, ...], decode: Decoder) -> FileSplit:
+    labels = {name: label for label, name in enumerate(class_names)}
+    return FileSplit([(file, labels[name]) for file, name in files], decode)
 
 
 def images(places: Places, tree: Tree) -> list[str]:
-    """The image files of a tree, sorted; at least one."""
-    found = [file for file in tree.files() if file.lower().endswith(SUFFIXES)]
-    if not found:
+    """Return the image files of a tree, sorted; at least one."""
+    files = [file for file in tree.files() if file.lower().endswith(SUFFIXES)]
+    if not files:
         raise places.damaged(tree.path, f"it holds no images ({', '.join(SUFFIXES)})")
-    return found
+    return files
 
 
 def by_part(files: list[str]) -> dict[str, Labelled]:
-    """Files with the names of their classes, by the part they belong to: .../PART/CLASS/FILE, or "" for CLASS/FILE."""
+    """Return files and their class names by the part they belong to: .../PART/CLASS/FILE, or "" for CLASS/FILE."""
     parts: dict[str, Labelled] = {}
     for file in files:
         folders = file.split("/")[:-1]
@@ -195,3 +186,17 @@ def by_part(files: list[str]) -> dict[str, Labelled]:
 
 def kept(split: Split, memory: bool) -> Split:
     return in_memory(split) if memory else split
+
+
+def in_memory(split: Split, batch_size: int = 512) -> TensorSplit:
+    """Return the same split, read once and kept in memory."""
+    whole = [torch.empty(len(split), *tensor.shape[1:], dtype=tensor.dtype) for tensor in split.read(torch.arange(1))]
+    for rows in torch.arange(len(split)).split(batch_size):
+        for tensor, part in zip(whole, split.read(rows), strict=True):
+            tensor[rows] = part
+    return TensorSplit(*whole)
+
+
+def shape_of(split: Split) -> tuple[int, ...]:
+    """Return the shape of one input; reads it, so that a set that cannot be read is reported at once."""
+    return tuple(split.read(torch.arange(1))[0].shape[1:])

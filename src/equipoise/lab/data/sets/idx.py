@@ -19,26 +19,28 @@ GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt"
 
 
 def mnist(places: Places) -> DataSet:
-    """Handwritten digits, 28x28 grey."""
-    train, test = [part(places, "train", DIGITS)], [part(places, "t10k", DIGITS)]
-    return classified(places, train, test, DIGITS, mean=(0.1307,), std=(0.3081,))
+    """Return handwritten digits, 28x28 grey."""
+    return idx_data(places, DIGITS, mean=0.1307, std=0.3081)
 
 
 def fashion_mnist(places: Places) -> DataSet:
-    """Garments, 28x28 grey."""
-    train, test = [part(places, "train", GARMENTS)], [part(places, "t10k", GARMENTS)]
-    return classified(places, train, test, GARMENTS, mean=(0.2860,), std=(0.3530,))
+    """Return garments, 28x28 grey."""
+    return idx_data(places, GARMENTS, mean=0.2860, std=0.3530)
 
 
-def part(places: Places, name: str, class_names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """The images in one file and the labels in another."""
-    path, images = array(places, f"{name}-images-idx3-ubyte", dimensions=3)
-    _, labels = array(places, f"{name}-labels-idx1-ubyte", dimensions=1)
-    return checked(places, path, images.unsqueeze(1), labels, class_names)
+def idx_data(places: Places, class_names: tuple[str, ...], mean: float, std: float) -> DataSet:
+    """Return the data set in files named as those of MNIST."""
+
+    def part(name: str) -> tuple[Tensor, Tensor]:
+        path, images = read_idx(places, f"{name}-images-idx3-ubyte", dimensions=3)
+        _, labels = read_idx(places, f"{name}-labels-idx1-ubyte", dimensions=1)
+        return checked(places, path, images.unsqueeze(1), labels, class_names)
+
+    return classified(places, [part("train")], [part("t10k")], class_names, mean=(mean,), std=(std,))
 
 
-def array(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:
-    """A file and the array in it: 0, 0, 8 (for bytes), the number of dimensions, each of them, then the bytes."""
+def read_idx(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:
+    """Return a file and the array in it: 0, 0, 8 (for bytes), the number of dimensions, the dimensions, the bytes."""
     path = places.file(f"{name}.gz", name)
     with places.reading(path):
         with path.open("rb") as file:

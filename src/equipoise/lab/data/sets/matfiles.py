@@ -10,13 +10,13 @@ from typing import Any
 
 from equipoise.lab.data.files.limits import LIMITS, read_file
 
-HEADER = 128  # bytes before the first element, the last two of which tell the byte order
+HEADER = 128  # bytes before the first element, the last two of which give the byte order
 COMPRESSED = 15  # the type of an element that holds another one, deflated
 NUMERIC = {"double", "single", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 
 
-def arrays(path: Path, *names: str) -> dict[str, Any]:
-    """Return the numeric arrays of these names.
+def read_arrays(path: Path, *names: str) -> dict[str, Any]:
+    """Return the numeric arrays with these names.
 
     scipy allocates what a header claims. It is given the file in memory, inflated, so that it cannot get more bytes
     than are there, and the headers are compared with that first.

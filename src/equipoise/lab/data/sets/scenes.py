@@ -11,10 +11,11 @@ from torch import Tensor
 
 from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split
 from equipoise.lab.data.catalogue import differs
-from equipoise.lab.data.files.images import check_number, opened, pixels, shape_of
+from equipoise.lab.data.files.images import opened, pixels
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
-from equipoise.lab.data.sets.folders import images, kept
+from equipoise.lab.data.sets.folders import images, kept, shape_of
+from equipoise.options import require_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +24,7 @@ VOID = 255
 CAMVID = (
     "sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist",
 )  # fmt: skip
-CITYSCAPES = {  # the 19 classes that count, by their number in the files
+CITYSCAPES = {  # the 19 classes that are evaluated, by their number in the files
     7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
     20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
     28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
@@ -31,45 +32,37 @@ CITYSCAPES = {  # the 19 classes that count, by their number in the files
 
 
 def camvid(places: Places, memory: bool = False) -> DataSet:
-    """Scenes from a car in Cambridge, 11 classes, in SegNet's split with its own validation part.
+    """Return scenes from a car in Cambridge, 11 classes, in SegNet's split with its own validation part.
 
     Args:
-        places: where its files are.
-        memory: decode all images at once and keep them, rather than each time.
+        places: places to look for its files in.
+        memory: decode all images once and keep them in memory.
     """
     tree = places.tree("CamVid", "camvid")
     pictures: dict[str, str] = {}  # by "train/NAME"
     label_maps: dict[str, str] = {}
     for file in images(places, tree):
         folder, _, name = "/".join(file.split("/")[-2:]).rpartition(".")[0].partition("/")
-        kind = label_maps if folder.endswith("annot") else pictures
-        kind[f"{folder.removesuffix('annot')}/{name}"] = file
+        files = label_maps if folder.endswith("annot") else pictures
+        files[f"{folder.removesuffix('annot')}/{name}"] = file
     decode = SceneDecoder(places, tree, tree, numbering(range(len(CAMVID))), size_of_first(places, tree, pictures))
     train, val, test = (scenes(decode, pictures, label_maps, part, memory) for part in ("train", "val", "test"))
-    return DataSet(
-        places.name,
-        train,
-        test,
-        shape_of(train),
-        val=val,
-        class_names=CAMVID,
-        mean=(0.413, 0.427, 0.434),  # measured
-        std=(0.302, 0.306, 0.302),
-        note=note(places, train, test, (480, 360)),
-    )
+    note = note_about(places, train, test, (480, 360))
+    mean, std = (0.413, 0.427, 0.434), (0.302, 0.306, 0.302)  # measured
+    return DataSet(places.name, train, test, shape_of(train), val, CAMVID, mean, std, note)
 
 
 def cityscapes(places: Places, scale: int = 1, memory: bool = False) -> DataSet:
-    """Scenes from a car in fifty cities, 19 classes.
+    """Return scenes from a car in fifty cities, 19 classes.
 
-    The official validation part is used as test: labels of the official test part are withheld by its authors.
+    The official validation part is used as test, because the labels of the official test part are not published.
 
     Args:
-        places: where its files are.
-        scale: images of 2048 x 1024 are made smaller by this whole factor.
-        memory: decode all images at once and keep them, rather than each time.
+        places: places to look for its files in.
+        scale: whole factor by which the images of 2048 x 1024 are made smaller.
+        memory: decode all images once and keep them in memory.
     """
-    check_number("scale", scale)
+    require_number("data.scale", scale, at_least=1, whole=True)
 
     def named(tree: Tree, ending: str) -> dict[str, str]:  # by "train/CITY/NAME"
         files = [file for file in images(places, tree) if file.endswith(ending)]
@@ -81,28 +74,21 @@ def cityscapes(places: Places, scale: int = 1, memory: bool = False) -> DataSet:
     size = size_of_first(places, tree, pictures)
     decode = SceneDecoder(places, tree, label_tree, numbering(CITYSCAPES), size, scale)
     train, test = (scenes(decode, pictures, label_maps, part, memory) for part in ("train", "val"))
-    return DataSet(
-        places.name,
-        train,
-        test,
-        shape_of(train),
-        class_names=tuple(CITYSCAPES.values()),
-        mean=(0.2869, 0.3251, 0.2839),
-        std=(0.1870, 0.1902, 0.1872),
-        note=note(places, train, test, (2048 // scale, 1024 // scale)),
-    )
+    note = note_about(places, train, test, (2048 // scale, 1024 // scale))
+    mean, std = (0.2869, 0.3251, 0.2839), (0.1870, 0.1902, 0.1872)
+    return DataSet(places.name, train, test, shape_of(train), None, tuple(CITYSCAPES.values()), mean, std, note)
 
 
 @dataclass(frozen=True)
 class SceneDecoder:
-    """An image and its label map from a sample (image file, label file).
+    """Decode a sample (image file, label file): an image and its label map.
 
     Args:
-        places: of the data set, for sentences about damaged files.
-        images, labels: where the files are.
-        numbers: the class of each number in the label files.
+        places: places of the data set, for errors about damaged files.
+        images, labels: trees that the files are in.
+        numbers: class of each number in the label files.
         size: width and height of every image and label map.
-        scale: both are made smaller by this factor, images by averaging and label maps by leaving pixels out; rows and
+        scale: factor by which both are made smaller, images by averaging and label maps by leaving pixels out; rows and
             columns beyond a multiple of it are cut off.
     """
 
@@ -117,57 +103,54 @@ class SceneDecoder:
         file, label_file = sample
         width, height = (length // self.scale * self.scale for length in self.size)
         with self.places.reading(f"{self.images.path}/{file}"):
-            picture = opened(self.images.read(file)).convert("RGB")
-            self.check_size(picture)
+            picture = self.check_size(opened(self.images.read(file)).convert("RGB"))
             image = pixels(picture.reduce(self.scale, box=(0, 0, width, height)))
         with self.places.reading(f"{self.labels.path}/{label_file}"):
-            label_map = opened(self.labels.read(label_file))
-            self.check_size(label_map)
+            label_map = self.check_size(opened(self.labels.read(label_file)))
             if label_map.mode not in ("L", "P"):
                 raise ValueError(f"it has the mode {label_map.mode}; a label map has a number for each pixel (L or P)")
             middle = slice(self.scale // 2, None, self.scale)
             labels = pixels(label_map)[0, :height, :width][middle, middle]
         return image, self.numbers[labels.long()]
 
-    def check_size(self, image: Image) -> None:
+    def check_size(self, image: Image) -> Image:
         if image.size != self.size:
             raise ValueError(f"it is {image.width} x {image.height}, others are {self.size[0]} x {self.size[1]}")
+        return image
 
 
 def size_of_first(places: Places, tree: Tree, pictures: dict[str, str]) -> tuple[int, int]:
-    """Width and height of the first picture."""
+    """Return width and height of the first picture."""
     if not pictures:
-        raise places.damaged(tree.path, "its images are not in the folders that they are in officially")
+        raise places.damaged(tree.path, "its images are not in the official folders")
     file = next(iter(pictures.values()))
     with places.reading(f"{tree.path}/{file}"):
         return opened(tree.read(file)).size
 
 
 def numbering(numbers: Iterable[int]) -> Tensor:
-    """A table from the numbers in label files to classes 0, 1, ... in this order; every other number is void."""
+    """Return a table from the numbers in label files to classes 0, 1, ... in this order; every other number is void."""
     table = torch.full((256,), VOID)
-    for position, number in enumerate(numbers):
-        table[number] = position
+    for label, number in enumerate(numbers):
+        table[number] = label
     return table
 
 
 def scenes(
     decode: SceneDecoder, pictures: dict[str, str], label_maps: dict[str, str], part: str, memory: bool
 ) -> Split:
-    """The split of the pictures named "PART/..." with their label maps."""
+    """Return the split of the pictures named "PART/..." with their label maps."""
     names = [name for name in pictures if name.startswith(f"{part}/")]
     if not names:
         raise decode.places.damaged(decode.images.path, f"it holds no images {part}/*")
     for name in names:
         if name not in label_maps:
-            raise decode.places.damaged(decode.images.path / pictures[name], "there is no label map of it")
+            raise decode.places.damaged(decode.images.path / pictures[name], "it has no label map")
     return kept(FileSplit([(pictures[name], label_maps[name]) for name in names], decode), memory)
 
 
-def note(places: Places, train: Split, test: Split, official: tuple[int, int]) -> str:
-    """What is not as officially published: how many images, or their size."""
+def note_about(places: Places, train: Split, test: Split, official: tuple[int, int]) -> str:
+    """Describe what differs from the official data set: the number of images, or their size."""
     _, height, width = shape_of(train)
-    notes = [differs(places.name, len(train), len(test))]
-    if (width, height) != official:
-        notes.append(f"images of {width} x {height}, not the official {official[0]} x {official[1]}")
-    return ", ".join(filter(None, notes))
+    size = f"images of {width} x {height}, not the official {official[0]} x {official[1]}"
+    return ", ".join(filter(None, [differs(places.name, len(train), len(test)), size * ((width, height) != official)]))
