@@ -91,7 +91,10 @@ def parser() -> Parser:
     return top
 
 
-ANY_RECIPE = "name as in `equipoise recipes`, or a .toml file, which may run any code: use only one that you trust"
+ANY_RECIPE = (
+    "name as in `equipoise recipes`, or a .toml file, which may name modules and so run any code: use only one "
+    "that you trust"
+)
 RUN = (
     path("folder", metavar="RUN", help="folder of a run"),
     argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),

@@ -351,9 +351,9 @@ def test_training_says_which_code_from_outside_it_runs(tmp_path):
 
 def test_the_help_says_that_a_recipe_is_code(capsys):
     for command, words in {
-        "train": "may name modules of its own and so run any code",
-        "reproduce": "may name modules of its own and so run any code",
-        "figure": "may name modules of its own and so run any code",
+        "train": "may name modules and so run any code",
+        "reproduce": "may name modules and so run any code",
+        "figure": "may name modules and so run any code",
         **dict.fromkeys(("resume", "evaluate", "predict", "segment", "report"), "--trust MODULE"),
     }.items():
         with pytest.raises(SystemExit):

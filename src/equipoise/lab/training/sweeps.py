@@ -30,15 +30,16 @@ def train_recipe(
     """Train a checked recipe in a new folder of ``parent``, once for every seed; return the folder."""
     sweep = source.recipe.seeds > 1
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
+    facts = described(machine, folders)
     if machine.leads and sweep:
-        facts = {**source.saved(), "command": command(), "machine": described(machine, folders)}
-        write_json(folder / "sweep.json", facts, exact=True)
+        content = {**source.saved(), "command": command(), "machine": facts}
+        write_json(folder / "sweep.json", content, exact=True)
     elif machine.leads:
-        create(folder, source, **described(machine, folders))
+        create(folder, source, **facts)
     machine.wait()
     try:
         if sweep:
-            finish_sweep(folder, source, machine, folders, report)
+            finish_sweep(folder, source, facts, machine, folders, report)
         else:
             finish_run(Run(folder, source.where.trust), machine, folders, source, report)
     except Exception:
@@ -53,9 +54,10 @@ def resume_folder(folder: Path, machine: Machine, folders: Sequence[Path] = (), 
     if not (folder / "sweep.json").exists():
         finish_run(open_run(folder, trust), machine, folders)
         return
-    source = RecipeFile.from_saved(read_json(folder / "sweep.json", SWEEP), folder / "sweep.json", trust)
+    saved = read_json(folder / "sweep.json", SWEEP)
+    source = RecipeFile.from_saved(saved, folder / "sweep.json", trust)
     require_trust(source)
-    finish_sweep(folder, source, machine, folders)
+    finish_sweep(folder, source, saved.get("machine", {}), machine, folders)
 
 
 def finish_run(
@@ -76,17 +78,25 @@ def finish_run(
 
 
 def finish_sweep(
-    folder: Path, source: RecipeFile, machine: Machine, folders: Sequence[Path], report: Report | None = None
+    folder: Path,
+    source: RecipeFile,
+    facts: dict[str, Any],
+    machine: Machine,
+    folders: Sequence[Path],
+    report: Report | None = None,
 ) -> None:
-    """Train every seed to its end, and print mean and standard deviation of the metrics."""
+    """Train every seed to its end, and print mean and standard deviation of the metrics.
+
+    Args:
+        facts: description of the machine, for seeds that have not been started
+    """
     recipe, stop = source.recipe, StopRequest()
     runs = [Run(folder / f"seed-{seed}", source.where.trust) for seed in range(recipe.seed, recipe.seed + recipe.seeds)]
-    machine_facts = read_json(folder / "sweep.json", SWEEP).get("machine", {})
     with stop.listening():
         for seed, run in enumerate(runs, recipe.seed):
             if machine.leads and not (run.folder / "run.json").exists():
                 tables = {**source.tables, "seed": seed, "seeds": 1}
-                create(run.folder, RecipeFile(source.name, tables, source.where, source.folder), **machine_facts)
+                create(run.folder, RecipeFile(source.name, tables, source.where, source.folder), **facts)
             machine.wait()
             if machine.leads:
                 print(f"seed {seed}")
