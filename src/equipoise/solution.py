@@ -102,8 +102,6 @@ class Statistics:
 
     def spread(self, rows: Tensor, batch: int) -> Statistics:
         """Return the statistics of the samples ``rows`` as those of a whole batch; f was not finite at the others."""
-        if len(rows) == batch:
-            return self
 
         def filled(entry: Tensor, missing: float) -> Tensor:
             return entry.new_full((batch,), missing).index_copy(0, rows, entry)
@@ -206,11 +204,7 @@ def tally(counts: dict[Result, int]) -> str:
 
 
 def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tuple[dict[Result, int], str]:
-    """Return :meth:`Statistics.failures` and a remedy for a "forward" or "backward" solve.
-
-    Args:
-        below_rounding: whether the tolerance is below rounding error.
-    """
+    """Return the failures of a "forward" or "backward" solve, and a remedy."""
     failures = stats.failures()
     if not failures:
         return {}, ""
@@ -234,10 +228,8 @@ class Report:
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
-        if self.on_failure == "ignore":
-            return
         failures, advice = failure_advice(stats, which, below_rounding=below_rounding)
-        if not failures:
+        if not failures or self.on_failure == "ignore":
             return
         if self.on_failure == "raise":
             failed = ~stats.converged

@@ -333,7 +333,6 @@ class AdjointProblem(DerivedProblem):
 
 
 def agree(problem: Problem, image: Tensor, before: Tensor) -> bool:
-    """Return whether f evaluated again gave the same image up to rounding."""
     with torch.no_grad():
         return bool((residual_at(image, before) <= 1000 * problem.rounding).all())
 

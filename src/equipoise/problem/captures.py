@@ -90,7 +90,6 @@ def tensors_needing_gradients(f: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def layers(f: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that ``f`` consists of, as far as it names them."""
     for phrase, item in visible(f):
         if isinstance(item, nn.Module):
             yield from ((f"{phrase} {name}".strip() or "f", module) for name, module in item.named_modules())

@@ -196,7 +196,6 @@ class FunctionProblem(Problem):
 
     @property
     def samples(self) -> int:
-        """The number of samples in the rows."""
         return self.scope.batch
 
     @property

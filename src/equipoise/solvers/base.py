@@ -27,7 +27,6 @@ class State:
         return row_distances(self.image, self.z), row_norms(self.image)
 
     def difference(self) -> Tensor:
-        """Return f(z) - z."""
         return self.image - self.z
 
     def take(self, rows: Tensor) -> Self:

@@ -17,7 +17,6 @@ from equipoise.solvers.base import GapState, Solver
 
 
 def require_affine(solver: Solver, problem: Problem) -> None:
-    """Raise unless the problem has a linear part."""
     if not problem.affine:
         name = type(solver).__name__
         raise TypeError(

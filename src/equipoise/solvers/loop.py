@@ -143,7 +143,6 @@ class Loop:
                 return self.outcome(z)
 
     def start(self, z: Tensor, image: Tensor) -> None:
-        """Start all samples from ``z``."""
         self.narrow, self.rows = self.problem, torch.arange(len(z), device=z.device)
         self.held = [self.solver.init(self.problem, z, image)]  # a list, so that ``advance`` can release the state
 
@@ -178,7 +177,7 @@ class Loop:
         return active > 0
 
     def gather(self) -> None:
-        """Go on with the active samples only."""
+        """Continue with the active samples only."""
         kept = (self.ledger.result == ACTIVE).nonzero().squeeze(1)
         taken = self.narrow.take(kept)
         if taken is None:
@@ -193,12 +192,11 @@ class Loop:
             self.book.put(self.rows, self.ledger)
 
     def advance(self) -> None:
-        """Take one step of the solver."""
         self.held.append(self.solver.step(self.narrow, self.held.pop()))
         self.step += 1
 
     def reopen(self) -> bool:
-        """Evaluate f at all results together; return whether samples turn out not to be solved and go on."""
+        """Evaluate f at all results together; return whether some samples are not solved and continue."""
         solver, book = self.solver, self.book
         measured = self.ledger is book and book.best is self.value and not solver.recurrent
         self.put_back()
