@@ -4,8 +4,6 @@ Importing torch takes seconds, and an interrupted import may raise anything. Thi
 does nothing in a program that uses the library.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

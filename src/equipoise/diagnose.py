@@ -1,7 +1,5 @@
 """Explain why a solve failed, compare solvers, and check gradients against finite differences."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -1,7 +1,5 @@
 """Write files completely or not at all; read JSON and check its shape."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

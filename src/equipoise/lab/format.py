@@ -1,7 +1,5 @@
 """Format metrics and durations for people, and escape names so that they are safe to print."""
 
-from __future__ import annotations
-
 import re
 
 # What terminals and browsers act on: control characters other than line breaks and tabs, marks that change the

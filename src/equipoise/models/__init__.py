@@ -1,7 +1,5 @@
 """Equilibrium models, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

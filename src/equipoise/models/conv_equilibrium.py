@@ -1,7 +1,5 @@
 """A small convolutional equilibrium classifier whose equilibrium always exists: the core's own example of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

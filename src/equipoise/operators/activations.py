@@ -7,8 +7,6 @@ E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020); which
 P. L. Combettes, J.-C. Pesquet, "Deep neural network structures solving variational inequalities" (2020).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable

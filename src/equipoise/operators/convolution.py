@@ -1,7 +1,5 @@
 """The convolutional monotone operator: circular on a zero-padded grid, inverted per frequency (section 4.2, C)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

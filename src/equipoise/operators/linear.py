@@ -1,7 +1,5 @@
 """The dense monotone operator (section 4.1)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

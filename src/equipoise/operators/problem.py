@@ -1,7 +1,5 @@
 """The equilibrium of a monotone operator and a proximal activation, in a form that splitting solvers can use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ need. Images lie in memory as (H, W, C, batch), spectra as (frequency, [re, im] 
 into another order. It is plain torch, so it can be differentiated to any order.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

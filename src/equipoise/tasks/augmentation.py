@@ -1,7 +1,5 @@
 """Random variations of whole batches of images; every random number comes from the given generator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium 
 compares it with coupling the branches inside the objective.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Projected gradient descent: A. Madry, A. Makelov, L. Schmidt, D. Tsipras, A. Vla
 resistant to adversarial attacks" (2018).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

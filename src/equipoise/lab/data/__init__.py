@@ -1,7 +1,5 @@
 """Data sets by name: ``sets/`` has one reader per format, ``files/`` finds and reads files, ``get/`` downloads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Official sizes and licences of the data sets."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Which data sets are present, for ``equipoise data list`` and ``equipoise data check``."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib.util

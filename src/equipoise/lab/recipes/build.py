@@ -1,7 +1,5 @@
 """Build what a recipe names: data, model, task, solver, optimizer, schedule. Mistakes are reported with their line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

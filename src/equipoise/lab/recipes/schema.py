@@ -1,7 +1,5 @@
 """The schema of recipes: one dataclass per section, whose fields are the keys of the TOML file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal

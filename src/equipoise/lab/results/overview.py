@@ -1,7 +1,5 @@
 """Rows of the lists that the command line prints: recipes, runs and data sets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predict image files with a trained run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

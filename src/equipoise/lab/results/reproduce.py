@@ -1,7 +1,5 @@
 """Reproduce published tables and figures: train their recipes, and print measured results beside the paper's."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import shlex

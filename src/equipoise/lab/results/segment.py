@@ -1,7 +1,5 @@
 """Segment image files with a trained run: an overlay, a map of class numbers, and the share of each class."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Everything a report says about a run: its log and result, and its test split evaluated again if possible."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Open the model and task of a trained run, and evaluate them on a split of its data."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

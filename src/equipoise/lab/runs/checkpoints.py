@@ -10,8 +10,6 @@ A checkpoint may come from anywhere. Its shape is checked before anything in it 
 package that it names is not imported unless the caller trusts it.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``equipoise doctor``: check that everything a run needs is installed and works."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """``eq.load``: open the trained model of a run or file again, with its data; and initialise a model from another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The machine that a command runs on: device, threads, processes that share the work, random seeds and batches."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

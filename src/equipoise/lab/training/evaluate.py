@@ -1,7 +1,5 @@
 """Evaluate a model on a split: the task's metrics, and statistics of the solves as sums over batches and processes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

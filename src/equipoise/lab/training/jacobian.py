@@ -4,8 +4,6 @@ S. Bai, V. Koltun, J. Z. Kolter, "Stabilizing equilibrium models by Jacobian reg
 code, from which frequency, weight and jitter are taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Train a recipe in a folder: one run, or a sweep with one run per seed."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Train a run: a loop over phases, epochs and batches that can be stopped at any moment and resumed bit for bit."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

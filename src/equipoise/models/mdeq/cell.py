@@ -4,8 +4,6 @@ S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020). Th
 which section 4.1 and appendix A of the paper describe in words.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

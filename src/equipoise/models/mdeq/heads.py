@@ -5,8 +5,6 @@ image head follows the generators of S. Gurumurthy et al., "Joint inference and 
 networks" (2021), appendix C.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020). Si
 and, where the authors' code differs, also those of the code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

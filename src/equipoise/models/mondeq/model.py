@@ -4,8 +4,6 @@ E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes
 MNIST are those of 56 channels, not 54.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

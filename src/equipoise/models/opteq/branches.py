@@ -13,8 +13,6 @@ The Perturbation Enhanced strategy (section 2.2): each branch sees g moved to wh
 by delta_i = epsilon sign(U_i^T y_i), which raises G by epsilon |U_i^T y_i|_1 as far as G is linear in g.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

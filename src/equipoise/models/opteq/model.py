@@ -9,8 +9,6 @@ convolutions of 256 channels alone have 2.4M parameters, but the whole model is 
 reproduces all of them. The sizes here have the paper's parameter counts.
 """
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import fields

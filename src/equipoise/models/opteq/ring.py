@@ -19,8 +19,6 @@ solution. So it is smoothed here: |m| becomes sqrt(m^2 + t^2) - t. t is computed
 followed z would belong to another objective.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Context managers that change a model and restore it: its mode, its gradient rule, its running statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The front of an image classifier: checks of what it is built for, normalisation, and the first convolutions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from numbers import Real
 

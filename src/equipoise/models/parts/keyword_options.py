@@ -4,8 +4,6 @@ An option and its default are written once, where the option is used. The constr
 signature, which is what recipes are checked against and what ``help`` shows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

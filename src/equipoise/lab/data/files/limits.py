@@ -3,8 +3,6 @@
 A small file can claim to hold, or inflate to, more than a machine has: every reader asks here before it allocates.
 """
 
-from __future__ import annotations
-
 import stat
 from dataclasses import dataclass
 from gzip import GzipFile

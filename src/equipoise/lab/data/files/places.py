@@ -1,7 +1,5 @@
 """Where data is looked for, and the files of one data set there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

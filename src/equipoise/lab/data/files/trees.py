@@ -1,7 +1,5 @@
 """Trees of files: a folder, or a zip read in place."""
 
-from __future__ import annotations
-
 import os
 import threading
 import zipfile

@@ -1,7 +1,5 @@
 """Where each data set comes from, and how its files are checked."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

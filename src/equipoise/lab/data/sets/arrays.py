@@ -1,7 +1,5 @@
 """Data sets that are arrays in a file or two, held in memory: scikit-learn's digits, SVHN (MATLAB files)."""
 
-from __future__ import annotations
-
 import io
 import math
 import zlib

@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100: files of binary records, or pickles of Python 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

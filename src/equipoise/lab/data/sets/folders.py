@@ -1,7 +1,5 @@
 """Data sets that are pictures in folders: Omniglot, CelebA, Imagenette, ImageNet, and any folder of yours."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MNIST and the sets in its format: IDX files, gzipped or not."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

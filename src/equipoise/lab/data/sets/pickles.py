@@ -1,7 +1,5 @@
 """Pickles that may hold arrays, lists and strings, and nothing that runs code or takes more memory than the file."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools
