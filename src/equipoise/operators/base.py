@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from equipoise.operators.capacity import require_memory
@@ -337,3 +338,8 @@ def unit(kernel: Tensor) -> Tensor:
 def positive(raw: Tensor) -> Tensor:
     """Return softplus, but never 0, so that its square root has a derivative."""
     return F.softplus(raw).clamp(min=torch.finfo(raw.dtype).tiny)
+
+
+def in_transform() -> bool:
+    """Return whether tensors may carry tangents or extra batch dimensions, which a test for zeros would miss."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

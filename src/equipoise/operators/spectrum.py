@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from equipoise.operators.base import in_transform
 from equipoise.problem.layout import BATCH_LAST, inverse
 
 ORDER = BATCH_LAST[4]
@@ -145,8 +145,3 @@ def real(blocks: Tensor) -> Tensor:
         table[..., row : row + outputs, column : column + inputs] = part
     torch.neg(im, out=table[..., :outputs, inputs:])
     return table
-
-
-def in_transform() -> bool:
-    """Return whether tensors may carry tangents or extra batch dimensions, which a test for zeros would miss."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from equipoise.operators.acceleration import Acceleration
 from equipoise.operators.base import MonotoneOperator
-from equipoise.operators.structure import Splitting
+from equipoise.operators.problem import Splitting
 from equipoise.options import option, options, require
 from equipoise.problem.layout import is_zero
 from equipoise.problem.problem import Problem

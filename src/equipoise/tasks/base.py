@@ -58,3 +58,8 @@ class Task(ABC):
     def predict(self, model: nn.Module, inputs: Tensor) -> list[dict[str, Any]]:
         """Return a prediction for each input: a few named values that JSON can hold."""
         raise NotImplementedError(f"the task {type(self).__name__} has no predict, so it cannot predict single inputs.")
+
+
+def confusion_matrix(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
+    """Count how often each class (row) is predicted as each class (column)."""
+    return torch.bincount(labels * classes + guesses, minlength=classes**2).view(classes, classes)

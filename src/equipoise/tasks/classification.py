@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.options import require
 from equipoise.tasks.augmentation import flip, shift
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import confusion_figure, confusion_matrix, image_grid
+from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix
+from equipoise.tasks.drawing import confusion_figure, image_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,11 +26,6 @@ CAMVID_COLORS = {  # SegNet's
 }  # fmt: skip
 
 
-def confusion_matrix(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
-    """Count how often each class (row) is predicted as each class (column)."""
-    return torch.bincount(labels * classes + guesses, minlength=classes**2).view(classes, classes)
-
-
 def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
     """Draw a confusion matrix, whose rows are true classes; the cells of small ones show counts or percentages."""
     from matplotlib.figure import Figure

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.options import is_number, require
 from equipoise.tasks.augmentation import random_view
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import class_colors, confusion_figure, confusion_matrix, in_three_colors, overlay
+from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix
+from equipoise.tasks.drawing import class_colors, confusion_figure, in_three_colors, overlay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,13 +16,3 @@ class About(NamedTuple):
 
 
 ABOUT = {name: About(entry.get("train"), entry.get("test"), entry["licence"]) for name, entry in CATALOGUE.items()}
-
-
-def differs(name: str, train: int, test: int) -> str:
-    """Describe sizes that are not the official ones ("949 of the official 73257 training images"), or return ""."""
-    about = ABOUT.get(name, ABOUT["image-folder"])
-    return ", ".join(
-        f"{count} {'of' if count < official else 'instead of'} the official {official} {kind} images"
-        for kind, count, official in (("training", train, about.train), ("test", test, about.test))
-        if official is not None and count != official
-    )

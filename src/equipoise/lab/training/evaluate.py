@@ -167,13 +167,13 @@ def failed_samples(solves: Iterable[Solution]) -> tuple[int, int, int]:
     """Return how many samples failed, forward or backward, how many of those were not finite, and the total number."""
     failed = nonfinite = total = 0
     for solution in solves:
-        converged, lost = solution.converged, solution.result == Result.NONFINITE
-        if solution.backward is not None and len(solution.backward.result) == len(converged):
-            converged = converged & solution.backward.converged
-            lost = lost | (solution.backward.result == Result.NONFINITE)
-        failed += int((~converged).sum())
-        nonfinite += int(lost.sum())
-        total += converged.numel()
+        results = [solution.stats.result]
+        if solution.backward is not None and len(solution.backward.result) == len(results[0]):
+            results.append(solution.backward.result)
+        codes = torch.stack(results)
+        failed += int((codes != Result.CONVERGED).any(dim=0).sum())
+        nonfinite += int((codes == Result.NONFINITE).any(dim=0).sum())
+        total += codes.shape[1]
     return failed, nonfinite, total
 
 

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from equipoise.lab.data.base import DataSet, TensorSplit
-from equipoise.lab.data.catalogue import differs
+from equipoise.lab.data.base import DataSet
 from equipoise.lab.data.files.limits import LIMITS, read_file
 from equipoise.lab.data.files.places import Places
+from equipoise.lab.data.sets.labelled import DIGITS, Labelled, checked, classified
 
-DIGITS = tuple("0123456789")
 HEADER = 128  # bytes of a MATLAB file before its first element, the last two of which give the byte order
 COMPRESSED = 15  # the type of an element that holds another one, deflated
 NUMERIC = {"double", "single", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
-Labelled = tuple[Tensor, Tensor]  # images and labels
 
 
 def digits(places: Places) -> DataSet:
@@ -83,29 +80,3 @@ def inflated(data: bytes, most: int) -> bytes:
         parts.append(element)
         size, place = size + len(element), place + 8 + length
     return b"".join(parts)
-
-
-def checked(places: Places, path: Path, images: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> Labelled:
-    """Return the images and labels of a file, after checking that they fit each other."""
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise places.damaged(path, f"its images are {images.dtype} of shape {tuple(images.shape)}")
-    if not len(images) or len(images) != len(labels):
-        raise places.damaged(path, f"it has {len(images)} images, and there are {len(labels)} labels")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= len(class_names):
-        raise places.damaged(path, f"its labels range from {low} to {high}, and there are {len(class_names)} classes")
-    return images, labels.long()
-
-
-def classified(
-    places: Places,
-    train_files: list[Labelled],
-    test_files: list[Labelled],
-    class_names: tuple[str, ...],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-) -> DataSet:
-    """Return a data set of the images and labels of some files, with a note if it does not have the official size."""
-    train, test = (TensorSplit(*map(torch.cat, zip(*files, strict=True))) for files in (train_files, test_files))
-    shape, note = tuple(train.tensors[0].shape[1:]), differs(places.name, len(train), len(test))
-    return DataSet(places.name, train, test, shape, class_names=class_names, mean=mean, std=std, note=note)

@@ -10,7 +10,7 @@ from equipoise.lab.data.base import DataSet
 from equipoise.lab.data.files.limits import LIMITS, read_file
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.sets import pickles
-from equipoise.lab.data.sets.arrays import checked, classified
+from equipoise.lab.data.sets.labelled import checked, classified
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

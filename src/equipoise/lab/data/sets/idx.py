@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.lab.data.base import DataSet
 from equipoise.lab.data.files.limits import LIMITS, read_exactly
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.sets.arrays import DIGITS, checked, classified
+from equipoise.lab.data.sets.labelled import DIGITS, checked, classified
 
 GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
