@@ -224,8 +224,8 @@ def test_integer_inputs_are_fine():
 @pytest.mark.parametrize(
     ("z0", "inputs", "words"),
     [
-        (torch.tensor(0.0), (), "z0 has no dimensions; the first one must be the batch"),
-        (Z, (torch.tensor(2.0),), r"inputs\[0\] has no dimensions.*belongs in f"),
+        (torch.tensor(0.0), (), "z0 has no dimensions; the first must be the batch"),
+        (Z, (torch.tensor(2.0),), r"inputs\[0\] has no dimensions.*belong in f"),
         (Z, (X, (X, torch.tensor(2.0))), r"inputs\[1\]\[1\] has no dimensions"),
         (Z, (X[:3],), r"z0 has batch size 4, others have 3"),
         (Z, (X, X[:3]), r"inputs\[1\] has batch size 3, others have 4"),

@@ -56,7 +56,7 @@ class Options:
         if not isinstance(self.check_every, int) or self.check_every < 1:
             raise ValueError(f"check_every is {self.check_every!r}; it must be a whole number of at least 1.")
         if self.callback is not None and not callable(self.callback):
-            raise TypeError(f"callback is {self.callback!r}; it must be a function of an equipoise.Progress.")
+            raise TypeError(f"callback is {self.callback!r}; it must be a function of one argument, a Progress.")
         if self.coupled and self.solver.needs:
             raise TypeError(
                 f"coupled=True solves the batch as one problem, and {type(self.solver).__name__} solves samples "

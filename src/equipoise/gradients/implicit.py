@@ -70,7 +70,7 @@ class ImplicitGradient(GradientRule):
     def check(self, problem: FunctionProblem, solver: Solver) -> None:
         if self.shine and not isinstance(solver, Broyden):
             raise TypeError(
-                "ImplicitGradient(shine=True) reuses the estimate of Broyden, and the forward solver is "
+                "ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is "
                 f"{solver!r}: use solver=Broyden(...), or shine=False."
             )
         if self.start is not None and not problem.fits(self.start):

@@ -288,7 +288,7 @@ class FunctionProblem(Problem):
 
     def structure(self, kind: type[AnyStructure]) -> AnyStructure | None:
         if kind not in self.structures and (show := getattr(self.f, "structure", None)) is not None:
-            self.structures[kind] = show(kind, self)
+            self.structures[kind] = show(kind, self.replaced(structures={}))  # a copy: no reference cycle
         return cast("AnyStructure | None", self.structures.get(kind))
 
     def take(self, rows: Tensor) -> FunctionProblem:
@@ -296,7 +296,8 @@ class FunctionProblem(Problem):
         per_sample = {key: entry.index_select(0, rows) for key, entry in self.scope.per_sample.items()}
         scope = dataclasses.replace(self.scope, batch=len(rows), per_sample=per_sample)
         taken = self.replaced(inputs=inputs, scope=scope, gathered=True)
-        taken.structures = {kind: shown and shown.take(rows, taken) for kind, shown in self.structures.items()}
+        own = taken.replaced(structures={})
+        taken.structures = {kind: shown and shown.take(rows, own) for kind, shown in self.structures.items()}
         return taken
 
     @property
@@ -378,9 +379,10 @@ def initial_value(z0: Any, inputs: Sequence[Any], coupled: bool) -> tuple[Any, i
     given = [leaf for i, tree in enumerate(inputs) for leaf in leaves(tree, f"inputs[{i}]")]
     device = named[0][1].device
     for name, tensor in named + given:
-        require_dense(name, tensor, free=coupled and name.startswith("inputs"))
         if tensor.device != device:
             raise ValueError(f"mixed devices: {named[0][0]} is on {device}, {name} on {tensor.device}.")
+    for name, tensor in named + given:
+        require_dense(name, tensor, free=coupled and name.startswith("inputs"))
     for name, tensor in named:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(f"{name} is {tensor.dtype}; a state must be floating point, e.g. {name}.float().")
