@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 help:
 	@sed -n '1,2s/^# //p' Makefile
 
-# One stamp per set of packages. When pyproject.toml or constraints.txt change, the virtualenv is made anew,
+# One stamp per set of packages. When pyproject.toml or constraints.txt change, the virtualenv is recreated,
 # so that it never holds a package the files no longer name.
 $(VENV)/made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "equipoise needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'

@@ -88,8 +88,8 @@ def fails(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian"], "there is no 'trian'; did you mean 'train'?"),
-        (["data", "gte"], "there is no 'gte'; did you mean 'get'?"),
+        (["trian"], "invalid choice 'trian'; did you mean 'train'?"),
+        (["data", "gte"], "invalid choice 'gte'; did you mean 'get'?"),
         (["train", "core/digts"], "there is no recipe 'core/digts'; did you mean 'core/digits'?"),
         (["train", "core/digits", "--budgt", "small"], "there is no argument '--budgt'; did you mean '--budget'?"),
         (["train", "core/digits", "--budget", "smal"], "there is no budget 'smal'; did you mean 'small'?"),

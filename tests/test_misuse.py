@@ -263,7 +263,10 @@ def test_values_must_be_tensors(z0, inputs, words):
         (lambda: eq.Equilibrium(nn.Linear), r"f is the class Linear; pass an object, such as Linear\(...\)"),
         (lambda: eq.fixed_point(nn.Linear, Z, X), "f is the class Linear"),
         (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer is a Linear; it must be an equipoise.Equilibrium"),
-        (lambda: eq.fixed_point(f, Z, X, callback=5), "callback is 5; it must be a function of one argument"),
+        (
+            lambda: eq.fixed_point(f, Z, X, callback=5),
+            "callback is 5; it must be a function of one argument, a Progress",
+        ),
         (lambda: eq.fixed_point(f, Z, X, compact="no"), "compact is 'no'; it must be True or False"),
         (lambda: eq.fixed_point(f, Z, X, trace=1), "trace is 1; it must be True or False"),
         (lambda: eq.fixed_point(f, Z, X, coupled="yes"), "coupled is 'yes'"),
@@ -278,7 +281,7 @@ def test_values_must_be_tensors(z0, inputs, words):
             "z0 is a nested tensor; pad it",
         ),
         (lambda: eq.fixed_point(f, Z, X, None), r"inputs\[1\] is a NoneType.*f\(z, x, mask=None\)"),
-        (lambda: eq.Equilibrium(f)(X, mask=X), r"no keyword argument 'mask': inputs are positional, layer\(x, mask\)"),
+        (lambda: eq.Equilibrium(f)(X, mask=X), r"keyword argument 'mask'\. Pass inputs by position: layer\(x, mask\)"),
     ],
 )
 def test_misunderstandings_get_a_sentence(make, words):
@@ -648,7 +651,7 @@ def test_a_pure_function_is_not_accused(rule):
 @pytest.mark.parametrize("solver", [eq.Anderson(), eq.Picard(), eq.NewtonKrylov()])
 def test_shine_needs_broyden(solver):
     weight = torch.full((3,), 0.1, requires_grad=True)
-    with pytest.raises(TypeError, match=r"shine=True\) reuses Broyden's estimate, and the forward solver is"):
+    with pytest.raises(TypeError, match=r"shine=True\) reuses Broyden's estimate, but the forward solver is"):
         eq.fixed_point(
             lambda z, x: torch.tanh(weight * z) + x, Z, X, solver=solver, gradient=eq.ImplicitGradient(shine=True)
         )

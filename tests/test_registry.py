@@ -197,14 +197,14 @@ def test_a_missing_attribute_is_answered_with_the_nearest(folder):
     with pytest.raises(LookupError) as error:
         MODELS["mine_names:MyNett"]
     assert str(error.value) == (
-        "there is no attribute of module mine_names 'MyNett'; did you mean 'MyNet'? known: MyNet, Other."
+        "module mine_names: there is no attribute 'MyNett'; did you mean 'MyNet'? known: MyNet, Other."
     )
-    with pytest.raises(LookupError, match="attribute of module mine_names ''"):
+    with pytest.raises(LookupError, match="module mine_names: there is no attribute ''"):
         MODELS["mine_names:"]
 
 
 def test_an_entry_whose_attribute_is_gone_says_so():
-    with pytest.raises(LookupError, match="there is no attribute of module collections 'NoSuchThing'"):
+    with pytest.raises(LookupError, match="module collections: there is no attribute 'NoSuchThing'"):
         PARTS["odd"]
 
 

@@ -31,13 +31,13 @@ DEFAULT_RECIPE = "core/digits"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a misspelled word with the nearest one it knows."""
+    """A parser that suggests the nearest known word for a misspelled one."""
 
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             known = [word.strip("' ") for word in match[2].split(",")]
             nearest = did_you_mean(match[1], known, cutoff=0.65)
-            message = f"there is no {match[1]!r}; {nearest}known: {', '.join(known)}."
+            message = f"{message[: match.start()]}invalid choice {match[1]!r}; {nearest}known: {', '.join(known)}."
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 # Commands and their arguments
 
-Argument = tuple[tuple[str, ...], dict[str, Any]]  # of a command, as add_argument takes it
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and options for add_argument
 Command = Callable[[argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[Command, str, tuple[Argument, ...]]] = {}
 
@@ -61,7 +61,7 @@ def path(*names: str, **options: Any) -> Argument:
 
 
 def command(example: str, *arguments: Argument) -> Callable[[Command], Command]:
-    """Make a function the command of its name, where "data_list" is "data list"; its docstring is the help."""
+    """Register a function as the command of its name, "data_list" as "data list"; its docstring is the help."""
 
     def register(function: Command) -> Command:
         COMMANDS[function.__name__.replace("_", " ")] = (function, example, arguments)
@@ -92,7 +92,7 @@ def parser() -> Parser:
 
 
 ANY_RECIPE = (
-    "name as in `equipoise recipes`, or a .toml file, which may name modules and so run any code: use only one "
+    "name listed by `equipoise recipes`, or a .toml file, which can import modules and run any code: use only files "
     "that you trust"
 )
 RUN = (
@@ -101,7 +101,7 @@ RUN = (
 )
 IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
 CHANGES = (
-    argument("changes", metavar="key=value", nargs="*", default=[], help="changes to the recipe: optimizer.lr=0.01"),
+    argument("changes", metavar="key=value", nargs="*", default=[], help="recipe changes, e.g. optimizer.lr=0.01"),
     argument("--budget", help="smoke (seconds), small (a few epochs) or paper (the recipe as written; the default)"),
     path("--runs", default=Path("runs"), metavar="DIR", help="folder for new runs (default: runs)"),
 )
@@ -110,8 +110,8 @@ TRUST = argument(
     action="append",
     default=[],
     metavar="MODULE",
-    help="let opened files name code of this module, which importing it runs; without it they run only the package's "
-    "own code. Can be repeated",
+    help="allow opened files to import this module, which runs its code; otherwise they can use only equipoise's own "
+    "code; repeatable",
 )
 DATA = path("--data", action="append", default=[], metavar="DIR", help="folder to search for data first; repeatable")
 MACHINE = (
@@ -121,7 +121,7 @@ MACHINE = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. Mistakes of the user get a sentence, not a traceback."""
+    """Run a command and return its exit code. User errors print a sentence, not a traceback."""
     if signal.getsignal(signal.SIGINT) is end_quietly:  # imports are done
         signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments, rest = parser().parse_known_args(words)
@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UntrustedName as error:
@@ -158,7 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def no_such_argument(arguments: argparse.Namespace, words: Sequence[str]) -> str:
-    """Return the message for unknown arguments; for ``--epochs 3``, it has the change of the recipe that is meant."""
+    """Return the message for unknown arguments; for ``--epochs 3``, it suggests the change to the recipe."""
     options: list[str] = arguments.parser.options()
     word, equals, value = words[0].partition("=")
     if not equals and len(words) > 1 and not words[1].startswith("-"):
@@ -188,7 +188,7 @@ def meant_keys(name: str, word: str) -> list[str]:
 
 
 def is_a_defect(error: Exception) -> bool:
-    """Return whether the message of an error would not help a user, so that a traceback is better."""
+    """Return whether an error needs a traceback, because its message alone would not help a user."""
     from equipoise.solution import ConvergenceError
 
     if isinstance(error, KeyError | IndexError | UnicodeDecodeError):
@@ -242,7 +242,7 @@ def train(arguments: argparse.Namespace) -> int:
     *(TRUST, DATA, *MACHINE),
 )
 def resume(arguments: argparse.Namespace) -> int:
-    """Continue a stopped run, bit for bit."""
+    """Resume a stopped run, with results bit-identical to those of an uninterrupted one."""
     from equipoise.lab.training.sweeps import resume_folder, threads_of
 
     folder, proceed = arguments.folder, resume_folder
@@ -256,7 +256,7 @@ def resume(arguments: argparse.Namespace) -> int:
 
         proceed = partial(continue_figure, out=arguments.out)
     if arguments.out is not None and not isinstance(proceed, partial):
-        raise ValueError(f"--out is the file of a figure's picture, and {folder} is not the folder of a figure.")
+        raise ValueError(f"--out is for figures, and {folder} is not the folder of a figure: omit --out.")
     trust = Trust.of(arguments.trust)
     with machine_of(arguments) as machine:
         return to_the_end(machine, lambda: proceed(folder, machine, arguments.data, trust=trust))
@@ -292,7 +292,7 @@ def reproduce(arguments: argparse.Namespace) -> int:
     "equipoise figure core/convergence --budget small",
     *(argument("recipe", metavar="FIGURE", help=ANY_RECIPE), *CHANGES, TRUST, DATA, *MACHINE),
     path(
-        "--run", dest="trained", action="append", default=[], metavar="RUN", help="trained run to draw from, in order"
+        "--run", dest="trained", action="append", default=[], metavar="RUN", help="trained run to use, one per recipe"
     ),
     path("--out", metavar="FILE", help="file for the picture (default: in the folder of the figure or first --run)"),
 )
@@ -313,7 +313,7 @@ def figure(arguments: argparse.Namespace) -> int:
     "equipoise evaluate runs/core-mnist-001 --task robustness radius=0.1 steps=10",
     *(*RUN, TRUST),
     argument(
-        "changes", metavar="key=value", nargs="*", default=[], help="options of the task: radius=0.1; or of --certify"
+        "changes", metavar="key=value", nargs="*", default=[], help="options of the task or --certify, e.g. radius=0.1"
     ),
     argument("--task", help="task to evaluate on (default: the run's own)"),
     argument(
@@ -323,7 +323,7 @@ def figure(arguments: argparse.Namespace) -> int:
         "(monDEQ); options: samples=200 steps=20 radii=[0.1,0.5] for the attacks, relative=1e-6 for the solves",
     ),
     argument("--split", choices=("train", "val", "test"), default="test", help="split to evaluate on (default: test)"),
-    argument("--limit", type=int, help="number of samples, spread over the split (default: all)"),
+    argument("--limit", type=int, help="number of samples, evenly spaced over the split (default: all)"),
     path("--json", metavar="FILE", help="also write the numbers to a file"),
     *(DATA, *MACHINE),
 )
@@ -332,7 +332,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from equipoise.lab.files import write_json
 
     if arguments.certify and arguments.task:
-        raise ValueError("--certify and --task exclude each other: only classification is certified.")
+        raise ValueError("--certify and --task are mutually exclusive: omit one; only classification can be certified.")
     run = open_run(arguments)
     options = {name: getattr(arguments, name) for name in ("split", "weights", "changes", "limit")}
     with machine_of(arguments) as machine:
@@ -441,7 +441,7 @@ def segment(arguments: argparse.Namespace) -> None:
     *(TRUST, DATA, *MACHINE),
 )
 def report(arguments: argparse.Namespace) -> None:
-    """Write a page with curves, pictures and numbers of one or several runs."""
+    """Write an HTML page with curves, pictures and numbers of one or several runs."""
     folders: list[Path] = []
     for folder in arguments.folders:
         folders += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
@@ -500,7 +500,7 @@ def recipes(arguments: argparse.Namespace) -> None:
         print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
 
 
-@command("equipoise runs", path("folder", metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"))
+@command("equipoise runs", path("folder", metavar="DIR", nargs="?", default="runs", help="folder (default: runs)"))
 def runs(arguments: argparse.Namespace) -> None:
     """List runs."""
     from equipoise.lab.results.overview import run_rows
@@ -530,7 +530,7 @@ def data_list(arguments: argparse.Namespace) -> None:
 @command(
     "equipoise data get mnist",
     argument("name", metavar="NAME", help="name of the data set"),
-    path("--to", metavar="DIR", help="folder to keep it in (default: the cache folder)"),
+    path("--to", metavar="DIR", help="folder to download it to (default: the cache folder)"),
 )
 def data_get(arguments: argparse.Namespace) -> None:
     """Download, check and unpack a data set."""
@@ -542,11 +542,11 @@ def data_get(arguments: argparse.Namespace) -> None:
 
 @command(
     "equipoise data check mnist",
-    argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are found)"),
+    argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are present)"),
     DATA,
 )
 def data_check(arguments: argparse.Namespace) -> int:
-    """Compare files with their published checksums, and read them."""
+    """Compare files with their published checksums, and check that they can be read."""
     from equipoise.lab.results.overview import check_rows
 
     rows, sound = check_rows(arguments.name, arguments.data)

@@ -1,6 +1,6 @@
-"""End the command ``equipoise`` quietly on Ctrl-C while it is still being imported.
+"""Exit the command ``equipoise`` without a traceback on Ctrl-C while it is still being imported.
 
-Importing torch takes seconds, and an interrupted import may raise anything. This module is imported before torch, and
+Importing torch takes seconds, and interrupting it may raise any exception. This module is imported before torch, and
 does nothing in a program that uses the library.
 """
 
@@ -18,7 +18,7 @@ def is_the_command() -> bool:
 
 def end_quietly(number: int, _: object) -> None:
     os.write(2, b"interrupted\n")
-    os._exit(128 + number)  # nothing has started that would need an end
+    os._exit(128 + number)  # nothing needs to be cleaned up yet
 
 
 if is_the_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

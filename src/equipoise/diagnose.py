@@ -280,7 +280,7 @@ def check_gradients(
         torch.manual_seed(seed)
         sol = fixed_point(f, z0, *inputs, solver=solver, tolerance=tolerance, gradient=gradient, coupled=coupled)
         if not len(sol.result):
-            raise ValueError("the batch is empty, so there is no gradient to check: give at least one sample.")
+            raise ValueError("the batch is empty, so the gradient cannot be checked: give at least one sample.")
         outputs = [t for _, t in leaves(sol.value, "value")]
         weights = [random_like(t) for t in outputs]
         assert sol.solved is not None

@@ -1,4 +1,4 @@
-"""The front door: the function :func:`fixed_point` and the module :class:`Equilibrium`."""
+"""The main entry points: the function :func:`fixed_point` and the module :class:`Equilibrium`."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -85,10 +85,10 @@ def fixed_point(
         z0: initial value: a tensor or nested tuple of tensors, batch first (a batch of 1 is broadcast), or a function
             of the inputs that returns one.
         inputs: tensors or tuples of tensors, batch first. Passing them explicitly lets finished samples be left out.
-        solver: method of iteration, such as ``Anderson(memory=5)``.
-        tolerance: when a sample is solved.
-        gradient: how to differentiate; used only when a gradient is needed (except :class:`UnrolledGradient`).
-        on_failure: "warn", "raise" or "ignore" when samples fail; applies to the backward solve too.
+        solver: iteration method, such as ``Anderson(memory=5)``.
+        tolerance: stopping criterion of each sample.
+        gradient: rule of differentiation; used only when a gradient is needed (except :class:`UnrolledGradient`).
+        on_failure: reaction to samples that fail: "warn", "raise" or "ignore"; applies to the backward solve too.
         compact: whether to leave finished samples out of the computation (requires ``inputs``).
         coupled: whether to solve the whole batch as one problem with one residual, for an f that mixes its samples:
             graph networks, attention with the sequence first. Inputs may then have any leading size.
@@ -107,8 +107,8 @@ def fixed_point(
     """
     if torch._C._get_tracing_state() is not None or _is_exporting():
         raise NotImplementedError(
-            "an Equilibrium cannot be exported or traced: its solver stops by the residuals it measures, which a "
-            "static graph cannot do. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) instead."
+            "an Equilibrium cannot be exported or traced: its number of steps depends on the data, and a static "
+            "graph has a fixed one. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) instead."
         )
     options = Options(solver, tolerance, gradient, on_failure, compact, coupled, check_every, trace, callback)
     if torch.compiler.is_compiling():
@@ -126,7 +126,7 @@ _watched: ContextVar[list[Solution] | None] = ContextVar("watched", default=None
 def watch_solves() -> Iterator[list[Solution]]:
     """Collect the Solution of every solve inside the block, however deep inside a model.
 
-    A solve inside the f of another is not collected. Read the statistics, then drop the Solution: it holds its value.
+    A solve inside the f of another is not collected. A Solution holds its value: drop it after reading the statistics.
 
     Example:
         >>> with eq.watch_solves() as solves:
@@ -185,12 +185,12 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
         solved = solve(problem, z.detach(), image.detach(), solver, tolerance, watch)
         rows = solved.z
         if torch.is_grad_enabled() and any(named_sources(problem)):
-            require_gradient_paths(problem, rows, rows)  # f(z0) needs no gradient: is that right, or is all cut off?
+            require_gradient_paths(problem, rows, rows)  # f(z0) needs no gradient: was a path cut by mistake?
     stats = solved.stats.expand(problem.samples) if options.coupled else solved.stats
     if not solved.converged:
         report.failure(stats, "forward", below_rounding=solved.below_rounding)
     value = problem.unpack(rows)
-    value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])  # which may be modified in place
+    value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])  # users may modify it in place
     solution = Solution(value, stats, solved=solved)
     report.solution = weakref.ref(solution)
     return solution
@@ -235,7 +235,7 @@ class Equilibrium(nn.Module):
         Options(**self.options())
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of :func:`fixed_point`, as they stand on the layer now."""
+        """Return the keyword arguments of :func:`fixed_point`, with the current values of the layer."""
         names = ("solver", "tolerance", "gradient", "on_failure", "compact", "coupled", "check_every")
         return {name: getattr(self, name) for name in names}
 
@@ -243,15 +243,15 @@ class Equilibrium(nn.Module):
         if unknown:
             name = next(iter(unknown))
             raise TypeError(
-                f"an Equilibrium has no keyword argument {name!r}: inputs are positional, layer(x, {name}), and reach "
-                f"f in that order, f(z, x, {name})."
+                f"an Equilibrium has no keyword argument {name!r}. Pass inputs by position: layer(x, {name}) calls "
+                f"f(z, x, {name})."
             )
         return self.solve(*inputs, z0=z0).value
 
     def solve(
         self, *inputs: Any, z0: Any = None, trace: bool = False, callback: Callable[[Progress], object] | None = None
     ) -> Solution:
-        """Return the whole :class:`Solution` for the same call."""
+        """Return the :class:`Solution` of this call, not only its value."""
         start = self.start(inputs) if z0 is None else z0
         return fixed_point(self.f, start, *inputs, **self.options(), trace=trace, callback=callback)
 
@@ -260,13 +260,13 @@ class Equilibrium(nn.Module):
         if callable(self.initial):
             return self.initial(*inputs)
         if not inputs:
-            raise ValueError("an Equilibrium called without inputs needs z0, which also sets the batch size.")
+            raise ValueError("an Equilibrium called without inputs needs z0, which sets the batch size: layer(z0=...).")
         like = leaves(inputs[0], "inputs[0]")[0][1]
         numeric = like.is_floating_point() or like.is_complex()
         if self.initial is None and not numeric:
             raise TypeError(
-                f"the first input is {like.dtype}, and a state cannot be: pass initial=(the shape of one sample) to "
-                "Equilibrium, or call it with z0."
+                f"the first input is {like.dtype}, but the state must be floating-point or complex: pass "
+                "initial=(the shape of one sample) to Equilibrium, or call it with z0."
             )
         dtype = like.dtype if numeric else torch.get_default_dtype()
         if autocast_state(like.device.type):
@@ -300,7 +300,7 @@ class FixedSteps(nn.Module):
     Args:
         layer: equilibrium layer, whose f and initial value are used.
         steps: number of evaluations of f, the last of which is the output.
-        solver: method of iteration; None uses the layer's.
+        solver: iteration method; None uses the layer's.
 
     Example:
         >>> torch.export.export(eq.FixedSteps(layer, steps=30, solver=eq.Picard()), (x,))
@@ -322,7 +322,7 @@ class FixedSteps(nn.Module):
         problem, z, image = FunctionProblem.start(self.layer.f, start, inputs, coupled=self.layer.coupled)
         if problem.needs_gradient and not isinstance(self.solver, Picard):
             raise RuntimeError(
-                f"FixedSteps with {self.solver!r} is for inference: run it under torch.no_grad(), "
+                f"FixedSteps with {self.solver!r} is only for inference: run it under torch.no_grad(), "
                 "or use solver=Picard()."
             )
         state = iterate(problem, z, image, self.solver, self.steps)

@@ -112,7 +112,7 @@ def imported(name: str, kind: str, shown: str) -> Any:
         raise MissingPackage(message, name=error.name) from error
     if not hasattr(module, attribute):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UnknownName(unknown(f"attribute of module {module_name}", attribute, names))
+        raise UnknownName(f"module {module_name}: {unknown('attribute', attribute, names)}")
     return getattr(module, attribute)
 
 

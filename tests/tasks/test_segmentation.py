@@ -568,7 +568,7 @@ def test_bars_are_the_ious_of_the_classes():
     axis = figure.axes[0]
     assert [bar.get_width() for bar in axis.patches] == pytest.approx([0.75, 0.8, 0, 0])
     texts = [text.get_text() for text in axis.texts]
-    assert texts == ["0.750", "0.800", *["neither there nor predicted"] * 2]
+    assert texts == ["0.750", "0.800", *["absent and not predicted"] * 2]
     assert figure.legends[0].get_texts()[0].get_text() == "mean 0.775"
 
 

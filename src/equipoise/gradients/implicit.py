@@ -38,7 +38,7 @@ from equipoise.tolerance import Tolerance
 
 @options
 class ImplicitGradient(GradientRule):
-    """The gradient of the equilibrium itself, by the implicit function theorem; memory does not grow with steps.
+    """Differentiate the equilibrium by the implicit function theorem; memory does not grow with the number of steps.
 
     For a loss with gradient v at z*, it solves the adjoint system u = v + J^T u, J the Jacobian of f at z*, and pulls u
     back through one recorded evaluation of f. With ``create_graph=True`` the adjoint system is differentiated in the
@@ -47,7 +47,7 @@ class ImplicitGradient(GradientRule):
     Args:
         solver: solver of the adjoint system; None uses the forward solver (for NewtonKrylov, its inner one).
         tolerance: tolerance of the adjoint system; None uses the forward one, without its absolute part.
-        start: guess of u, structured like the value, e.g. the ``adjoint`` of an earlier Solution.
+        start: initial guess of u, structured like the value, e.g. the ``adjoint`` of an earlier Solution.
         shine: whether to start from the inverse Jacobian estimate of a forward :class:`Broyden` solve. With
             ``tolerance=Tolerance(max_steps=1)`` the estimate is used directly, and its residual reported.
 
@@ -70,7 +70,7 @@ class ImplicitGradient(GradientRule):
     def check(self, problem: FunctionProblem, solver: Solver) -> None:
         if self.shine and not isinstance(solver, Broyden):
             raise TypeError(
-                "ImplicitGradient(shine=True) reuses Broyden's estimate, and the forward solver is "
+                "ImplicitGradient(shine=True) reuses Broyden's estimate, but the forward solver is "
                 f"{solver!r}: use solver=Broyden(...), or shine=False."
             )
         if self.start is not None and not problem.fits(self.start):
@@ -103,7 +103,7 @@ class ImplicitGradient(GradientRule):
         return on_finite_samples(solved, attach)
 
     def guess(self, solved: Solved, rows: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that guesses u from v for the samples ``rows``; None if v itself is the guess."""
+        """Return a function that guesses u from v for the samples ``rows``; None to start from v."""
         if self.start is not None:
             start = solved.problem.pack(self.start).detach().index_select(0, rows)
             return lambda cotangent: start
@@ -113,7 +113,7 @@ class ImplicitGradient(GradientRule):
 
 
 def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tensor, cotangent: Tensor) -> Tensor:
-    """Return (I - J^T)^-1 v as estimated by Broyden's updates, for each sample those until it stopped."""
+    """Return (I - J^T)^-1 v as estimated by Broyden's updates of each sample until it stopped."""
     place = {int(row): i for i, row in enumerate(rows)}
     estimate = cotangent.clone()
     for samples, state in states:
@@ -126,7 +126,7 @@ def shine_estimate(solver: Broyden, states: list[tuple[Tensor, Any]], rows: Tens
 
 
 def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: Tensor) -> None:
-    """Warn unless the recorded image is the one the solver saw."""
+    """Warn unless the recorded image agrees with the residual that the solver measured."""
     with torch.no_grad():
         difference = (residual_at(z, image) - residual).abs()
         if bool((torch.isfinite(residual) & ~(difference <= 0.01 * residual + 100 * problem.rounding)).any()):
@@ -134,7 +134,7 @@ def check_record(problem: FunctionProblem, z: Tensor, image: Tensor, residual: T
 
 
 def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]) -> Tensor:
-    """Attach a gradient where f is finite at the value; other samples would spoil every gradient sum.
+    """Attach a gradient where f is finite at the value; other samples would make summed gradients NaN.
 
     Without explicit inputs, samples cannot be left out, and all are recorded together.
     """
@@ -143,7 +143,7 @@ def on_finite_samples(solved: Solved, attach: Callable[[Solved, Tensor], Tensor]
     if not solved.problem.gatherable or len(rows) == len(residual):
         return attach(solved, torch.arange(len(residual), device=rows.device))
     if not len(rows):
-        return solved.z.clone().requires_grad_()  # nothing to differentiate; a backward pass is allowed all the same
+        return solved.z.clone().requires_grad_()  # nothing to differentiate, but a backward pass is allowed
     return solved.z.index_copy(0, rows, attach(solved.take(rows), rows))
 
 
@@ -172,7 +172,7 @@ def with_gradient_of(image: Tensor, value: Tensor) -> Tensor:
 class Record:
     """f recorded at z: the graph through which a gradient is pulled back."""
 
-    problem: Problem  # with ``views`` in place of its sources, to tell them from captures of the same tensors
+    problem: Problem  # with ``views`` in place of its sources, to distinguish them from captures of the same tensors
     views: list[Tensor]
     z: Tensor  # a leaf that requires a gradient
     image: Tensor  # f(z) with its graph
@@ -198,7 +198,7 @@ class Record:
         return torch.where(finite, u, cotangent)  # a loss that is NaN or infinite stays so: gradient scalers check it
 
     def full(self, u: Tensor, cotangent: Tensor) -> Tensor:
-        """Return the u that belongs to f from that of ``image``."""
+        """Return the u of f, computed from that of ``image``."""
         return u
 
     def value(self) -> Tensor:
@@ -208,14 +208,14 @@ class Record:
 
 @runtime_checkable
 class Recordable(Protocol):
-    """A structure of f that records f by itself, for a backward pass by the solver that needs it."""
+    """A structure of f that makes its own Record, for a backward solve by the solver that needs it."""
 
     def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> Record: ...
 
 
 @dataclass
 class Adjoint:
-    """How adjoint systems u = v + J^T u are solved, at every order of differentiation."""
+    """Options and report of the solves of adjoint systems u = v + J^T u, at every order of differentiation."""
 
     solver: Solver
     tolerance: Tolerance
@@ -278,7 +278,7 @@ class Adjoint:
             )
         if any("CompiledFunction" in node.name() for node, _ in edges(image, [at, *sources])):
             raise RuntimeError(
-                "a compiled f has no second derivative: for create_graph=True use the f that is not compiled."
+                "create_graph=True needs a second derivative, which a compiled f does not have: use the uncompiled f."
             )
         system = AdjointProblem(there, at, image, cotangent)
         solver = GMRES() if self.solver.needs else self.solver  # this system has no structure to split
@@ -312,7 +312,7 @@ class AdjointProblem(DerivedProblem):
         image = reusable_record(narrow, z)
         self.count.add(len(rows))  # the new record
         if not agree(self.problem, image, self.image.index_select(0, rows)):
-            return None  # f has changed since the forward pass: keep to its record
+            return None  # f has changed since the forward pass: keep its record
         taken = AdjointProblem(narrow, z, image, self.cotangent.index_select(0, rows))
         taken.count = self.count
         return taken
@@ -348,7 +348,7 @@ def pullback(problem: Problem, captured: Sequence[Tensor], u: Tensor, z: Tensor,
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """Return torch.autograd.grad, with zeros where there is no path; the graph is kept."""
+    """Return torch.autograd.grad, with zeros for inputs without a path; the graph is kept."""
     paths = [(out, cotangent) for out, cotangent in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not paths or not inputs:
         return [torch.zeros_like(tensor) for tensor in inputs]
@@ -360,7 +360,7 @@ def gradients(
 
 
 def isolated(tensor: Tensor) -> Tensor:
-    """Return a stand-in with respect to which gradients can be taken: a view, or a leaf where there is no graph."""
+    """Return a stand-in with respect to which gradients can be taken: a view, or a leaf if it has no graph."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 

@@ -148,7 +148,7 @@ class MonotoneOperator(nn.Module, ABC):
 
     @property
     def example(self) -> Tensor:
-        """A parameter, for its dtype and device; found quickly, because every product needs it."""
+        """A parameter, for its dtype and device; the lookup is fast, because every product needs it."""
         for owner in (self, *self._modules.values()):
             for parameter in owner._parameters.values() if owner is not None else ():
                 if parameter is not None:
@@ -248,7 +248,7 @@ class MonotoneOperator(nn.Module, ABC):
         self._numbers: dict[str, float] = {}
         self._latest: Factorisation | None = None
         self._in_use: weakref.WeakValueDictionary[float, Factorisation] = weakref.WeakValueDictionary()
-        self._fitting: set[tuple[str, bool]] = set()  # purposes that memory was found for
+        self._fitting: set[tuple[str, bool]] = set()  # purposes that memory is known to suffice for
 
     def __getstate__(self) -> dict[str, Any]:
         cached = ("_weights", "_numbers", "_latest", "_in_use", "_fitting")

@@ -283,7 +283,7 @@ class Splitting(Structure):
 
 @dataclass
 class SplitRecord(Record):
-    """W z + b recorded at z. J u, its cotangent, is found by the splitting solver; u = v + W^T (J u) (theorem 3)."""
+    """W z + b recorded at z. J u, its cotangent, is computed by the splitting solver; u = v + W^T (J u) (theorem 3)."""
 
     split: Splitting
     pre: Tensor

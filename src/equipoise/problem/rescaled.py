@@ -1,4 +1,4 @@
-"""A problem in units of its own, for rows whose numbers are too small or too large to be squared.
+"""A problem with rescaled rows, for rows whose numbers are too small or too large to be squared.
 
 Solvers form inner products. In float32 those of numbers below 1e-19 or above 1e19 underflow or overflow, so that a loss
 scaled by 1e-23 would get no gradient. Every row is therefore divided by a power of two of its size, which is exact:

@@ -1,4 +1,4 @@
-"""Solvers of fixed-point problems: options, ``init`` and ``step``; the loop is in :mod:`equipoise.solvers.base`."""
+"""Solvers of fixed-point problems: options, ``init`` and ``step``; the loop is in :mod:`equipoise.solvers.loop`."""
 
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Progress, Solver

@@ -1,8 +1,8 @@
-"""The one loop that every solver shares.
+"""The loop that all solvers share.
 
 :func:`solve` measures residuals, stops each sample by its own, keeps the best iterate of each, leaves finished samples
-out of the batch, and counts. A :class:`Loop` is one such solve: :meth:`Loop.run` is the loop, :meth:`Loop.measure` its
-condition, :meth:`Loop.advance` its body, and its attributes are the carry.
+out of the batch, and counts evaluations. A :class:`Loop` is one solve: :meth:`Loop.run` is the loop,
+:meth:`Loop.measure` its condition, :meth:`Loop.advance` its body, and its attributes are the carry.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from equipoise.tolerance import Tolerance
 
 @dataclass(frozen=True)
 class Watch:
-    """How a solve is observed."""
+    """Options for observing a solve."""
 
     trace: bool = False  # keep the residuals of every check
     callback: Callable[[Progress], object] | None = None  # called at every check
@@ -60,7 +60,7 @@ class Solved:
 
     @property
     def below_rounding(self) -> bool:
-        """Whether the tolerance is smaller than the numbers can resolve."""
+        """Whether the tolerance is below the rounding error of the numbers."""
         return self.tolerance.absolute == 0 and 0 < self.tolerance.relative < FLOOR * self.problem.rounding
 
     def take(self, rows: Tensor) -> Self:
@@ -83,13 +83,13 @@ def solve(
     inner: bool = False,
     record: Callable[[Tensor], Recorded] | None = None,
 ) -> Solved:
-    """Solve z = problem(z) for every row from ``z``, whose ``image`` is known. Records no graph.
+    """Solve z = problem(z) for every row, starting from ``z`` with its known ``image``; records no graph.
 
     Finished samples are left out if ``problem.gatherable``. At the end f is evaluated at the best iterates of all
     samples together, and samples that are no longer solved continue.
 
     Args:
-        inner: whether this is a step of another solver, which measures by itself.
+        inner: whether this is a step of another solver, which measures its own residuals.
         record: function that evaluates f for that last measurement and records it, in place of ``problem``.
     """
     records: list[Recorded] = []
@@ -115,7 +115,7 @@ def solve(
 
 
 class Loop:
-    """One solve. ``finish`` evaluates f for the last measurement."""
+    """The state of one solve; ``finish`` evaluates f for the last measurement."""
 
     def __init__(
         self, problem: Problem, solver: Solver, tolerance: Tolerance, watch: Watch, inner: bool, finish: Evaluate
@@ -147,7 +147,7 @@ class Loop:
         self.held = [self.solver.init(self.problem, z, image)]  # a list, so that ``advance`` can release the state
 
     def measure(self) -> bool:
-        """Check the residuals, if a check is due; return whether samples are still active. Leaves finished ones out."""
+        """Check the residuals, if a check is due; return whether samples are still active; leave finished ones out."""
         watch, ledger, step = self.watch, self.ledger, self.step
         if step > 1 and step % watch.check_every and step < self.tolerance.max_steps:
             return True
@@ -231,7 +231,7 @@ class Loop:
         )
         best, converged = book.best, bool((book.result == Result.CONVERGED).all())
         if best is first or not (converged or bool(torch.isfinite(book.residual).all())):
-            best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # a z0 that was never finite; also a copy
+            best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # if z0 was never finite; also copies
         return Solved(best, book.companion, stats, self.problem, self.solver, self.tolerance, converged, self.states)
 
 

@@ -19,7 +19,7 @@ CITYSCAPES_COLORS = {
     "person": (220, 20, 60), "rider": (255, 0, 0), "car": (0, 0, 142), "truck": (0, 0, 70), "bus": (0, 60, 100),
     "train": (0, 80, 100), "motorcycle": (0, 0, 230), "bicycle": (119, 11, 32),
 }  # fmt: skip
-CAMVID_COLORS = {  # SegNet's
+CAMVID_COLORS = {  # from SegNet
     "sky": (128, 128, 128), "building": (128, 0, 0), "pole": (192, 192, 128), "road": (128, 64, 128),
     "pavement": (60, 40, 222), "tree": (128, 128, 0), "sign": (192, 128, 128), "fence": (64, 64, 128),
     "car": (64, 0, 128), "pedestrian": (64, 64, 0), "bicyclist": (0, 128, 192),
@@ -27,7 +27,7 @@ CAMVID_COLORS = {  # SegNet's
 
 
 def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = False) -> Figure:
-    """Draw a confusion matrix, whose rows are true classes; the cells of small ones show counts or percentages."""
+    """Draw a confusion matrix with true classes as rows; cells show counts or percentages for up to 20 classes."""
     from matplotlib.figure import Figure
 
     size = len(names)
@@ -35,8 +35,8 @@ def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = 
     figure = Figure(figsize=(6.4, 5.6) if size <= 20 else (7.5, 7), layout="constrained")
     axis = figure.subplots()
     cells = axis.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(cells, ax=axis, label="share of the class", shrink=0.8)
-    axis.set(xlabel="predicted class", ylabel="class")
+    figure.colorbar(cells, ax=axis, label="fraction of the true class", shrink=0.8)
+    axis.set(xlabel="predicted class", ylabel="true class")
     if size > 20:
         return figure
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 2 else {}
@@ -52,7 +52,7 @@ def confusion_figure(confusion: Tensor, names: tuple[str, ...], percent: bool = 
 
 
 def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
-    """Draw images in [0, 1] with a caption each."""
+    """Draw a grid of images in [0, 1], each with a caption."""
     from matplotlib.figure import Figure
 
     rows = max(1, math.ceil(len(entries) / columns))
@@ -73,13 +73,13 @@ def class_colors(names: tuple[str, ...]) -> Tensor:
     for known in (CITYSCAPES_COLORS, CAMVID_COLORS):
         if known.keys() >= set(names):
             return torch.tensor([known[name] for name in names], dtype=torch.uint8)
-    # Neighbours in hue differ in brightness.
+    # Adjacent hues differ in brightness.
     hues = [colorsys.hsv_to_rgb(i / len(names), 0.85, 0.95 - 0.35 * (i % 2)) for i in range(len(names))]
     return (255 * torch.tensor(hues)).round().to(torch.uint8)
 
 
 def in_color(label_map: Tensor, colors: Tensor) -> Tensor:
-    """Return a label map as an image in [0, 1], (3, height, width); numbers that are not a class are black."""
+    """Return a label map as an image in [0, 1], (3, height, width); labels without a class are black."""
     black = torch.zeros(1, 3, dtype=colors.dtype)
     is_class = (label_map >= 0) & (label_map < len(colors))
     table = torch.cat([colors, black]).float() / 255
@@ -90,8 +90,8 @@ def overlay(image: Tensor, label_map: Tensor, colors: Tensor, opacity: float = 0
     """Blend an image with its label map in the colours of the classes.
 
     Args:
-        image: image in [0, 1], (channels, height, width); grey unless it has three channels.
-        label_map: class numbers, (height, width); other numbers are shown black.
+        image: image in [0, 1], (channels, height, width); shown in grey unless it has three channels.
+        label_map: labels, (height, width); those without a class are shown in black.
         colors: colours of the classes, see :func:`class_colors`.
         opacity: opacity of the label map.
     """
@@ -99,6 +99,6 @@ def overlay(image: Tensor, label_map: Tensor, colors: Tensor, opacity: float = 0
 
 
 def in_three_colors(image: Tensor) -> Tensor:
-    """Return an image as red, green and blue in [0, 1]; it is grey unless it has three channels."""
+    """Return an image as RGB in [0, 1]; unless it has three channels, they are averaged to grey."""
     image = image.float().clamp(0, 1)
     return image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)

@@ -26,19 +26,19 @@ NAMED = 5  # classes in a prediction
 
 
 class Segmentation(Task):
-    """Cross entropy per pixel, and the overlap of predicted and true regions.
+    """Train with the cross entropy of each pixel, and measure the intersection over union of each class.
 
     Batches are images and label maps, (batch, height, width), of the same size. The model's logits, (batch, classes,
     height, width), may be of any size: they are resized to the images' size, bilinearly, with aligned corners.
 
     Args:
         class_names: names of the classes, indexed by label.
-        mean: mean of each channel, which fills what augmentation adds at the edges.
+        mean: mean of each channel, with which augmentation pads images.
         ignore: label of pixels that have no class and are ignored.
         class_weights: positive weight of each class in the loss; None for 1 each.
         scale: smallest and largest factor by which training images are resized at random; None to keep their size.
         crop: height and width to which training images are cropped or padded; None to keep their size.
-        flip: whether training images are mirrored at random.
+        flip: whether training images are flipped horizontally at random.
         window: height and width of overlapping windows in which images are evaluated, averaging the logits; this takes
             less memory and shows the model images as large as in training. None for the whole image.
 
@@ -169,7 +169,7 @@ class Segmentation(Task):
                 "them, or another task."
             )
         if labels.dtype != torch.int64:
-            raise TypeError(f"label maps are {labels.dtype}; they must be torch.int64: labels.long().")
+            raise TypeError(f"label maps are {labels.dtype}; they must be torch.int64: call labels.long().")
         wrong = labels[(labels != self.ignore) & ((labels < 0) | (labels >= len(self.class_names)))]
         if len(wrong):
             raise ValueError(
@@ -185,9 +185,9 @@ class Segmentation(Task):
         yield "Confusion matrix", confusion_figure(sums["confusion"], self.class_names, percent=True)
 
     def overlay_figure(self, model: nn.Module, batches: Iterator[Batch], samples: int) -> Figure:
-        """Draw images from all over a split, each with its truth, its prediction and the wrong pixels.
+        """Draw images spread over a split, each with its ground truth, its prediction and the wrong pixels.
 
-        Figure 8 of S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020).
+        As in figure 8 of S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020).
         """
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -206,7 +206,7 @@ class Segmentation(Task):
                 axis.imshow(panel.permute(1, 2, 0).numpy(), interpolation="nearest")
                 axis.axis("off")
             present.update(truth.unique().tolist(), guess.unique().tolist())
-        for axis, title in zip(axes[0], ("image", "truth", "prediction", "wrong pixels"), strict=True):
+        for axis, title in zip(axes[0], ("image", "ground truth", "prediction", "wrong pixels"), strict=True):
             axis.set_title(title)
         shown: dict[str, Any] = {names[i]: (colors[i] / 255).tolist() for i in sorted(present & set(range(len(names))))}
         if len(shown) < len(present):
@@ -236,7 +236,7 @@ class Segmentation(Task):
         colors = (self.colors / 255).tolist()
         axis.barh(range(size), ious.nan_to_num(0).tolist(), color=colors, edgecolor="0.3", linewidth=0.5)
         for row, iou in enumerate(ious.tolist()):
-            words = "neither there nor predicted" if math.isnan(iou) else f"{iou:.3f}"
+            words = "absent and not predicted" if math.isnan(iou) else f"{iou:.3f}"
             axis.text(0.01 if math.isnan(iou) else iou + 0.01, row, words, va="center", fontsize=8, color="0.2")
         mean = ious.nanmean().item()
         axis.axvline(mean, color="0.3", linestyle=":", linewidth=1, label=f"mean {mean:.3f}")
@@ -267,16 +267,16 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def whole_weight(weight: Tensor, samples: int, model: nn.Module) -> Tensor:
-    """Return what a process divides its summed loss by, for the mean over the pixels of the whole batch.
+    """Return the number to divide the summed loss of a process by, for the mean over all pixels of the batch.
 
-    Processes have different numbers of labelled pixels. The lab weights the loss of each by its number of samples, as
-    is right for means over samples; that weight is divided out here.
+    Processes have different numbers of labelled pixels. The lab weights the loss of each by its number of samples,
+    which is correct for means over samples; that weight is divided out here.
     """
     if isinstance(model, DistributedDataParallel):
         total = torch.stack([weight, weight.new_tensor(samples)])
         dist.all_reduce(total)
         weight = total[0] * samples / total[1]
-    return torch.where(weight > 0, weight, 1.0)  # nothing labelled: the sum is 0, and so is the mean
+    return torch.where(weight > 0, weight, 1.0)  # without labelled pixels, the sum is 0, and so is the mean
 
 
 def class_ious(confusion: Tensor) -> Tensor:
@@ -310,13 +310,13 @@ def mean_over_windows(
 
 
 def window_starts(length: int, window: int) -> list[int]:
-    """Return where windows along a length start: as few as overlap by a third of their length."""
+    """Return the starts of the fewest windows that cover a length and overlap by at least a third."""
     steps = math.ceil((length - window) / max(1, window * 2 // 3))
     return [round(i * (length - window) / max(1, steps)) for i in range(steps + 1)]
 
 
 def spread_over(batches: Iterator[Batch], samples: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``count`` samples spread over a split, whose neighbours may be frames of one film."""
+    """Yield ``count`` samples spread over a split, where neighbours may be frames of one video."""
     count = min(count, samples)
     wanted = [int((i + 0.5) * samples / count) for i in range(count)]
     first = 0

@@ -46,8 +46,8 @@ def bombs(folder):
 
 
 SETS = {
-    "promise": ("mnist", "its header promises 3,000,000,000 bytes; at most 145,320,950 are read"),
-    "silent": ("mnist", "it holds more than the 5488 bytes of data that its header promises"),
+    "promise": ("mnist", "its header declares 3,000,000,000 bytes; at most 145,320,950 are read"),
+    "silent": ("mnist", "it holds more than the 5488 bytes of data that its header declares"),
     "memo": ("cifar10", "it is a pickle with memo 268435455 at byte 3, after 0 others"),
     "bytes": ("cifar10", "expected 1099511627776 bytes in a bytes8, but only 4 remain"),
     "array": ("cifar10", "it is a pickle that calls numpy.ndarray; only arrays with all their bytes are read"),

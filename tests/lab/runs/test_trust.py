@@ -213,8 +213,8 @@ def test_a_trusted_model_is_loaded(copy, place, capsys):
         ("model", "helpful:system", "it must be a class derived from torch.nn.modules.module.Module"),
         ("model", "helpful:Plain", "it must be a class derived from torch.nn.modules.module.Module"),
         ("model", "helpful:os", "it must be a class derived from torch.nn.modules.module.Module"),
-        ("model", "helpful:os.system", "there is no attribute of module helpful 'os.system'"),
-        ("model", "helpful:__class__.__base__", "there is no attribute of module helpful"),
+        ("model", "helpful:os.system", "module helpful: there is no attribute 'os.system'"),
+        ("model", "helpful:__class__.__base__", "module helpful: there is no attribute"),
         ("task", "helpful:Net", "it must be a class derived from equipoise.tasks.base.Task"),
         ("optimizer", "helpful:Plain", "it must be a class derived from torch.optim.optimizer.Optimizer"),
         ("schedule", "helpful:unsaid", "does not declare that it returns a LRScheduler"),
@@ -351,9 +351,9 @@ def test_training_says_which_code_from_outside_it_runs(tmp_path):
 
 def test_the_help_says_that_a_recipe_is_code(capsys):
     for command, words in {
-        "train": "may name modules and so run any code",
-        "reproduce": "may name modules and so run any code",
-        "figure": "may name modules and so run any code",
+        "train": "can import modules and run any code",
+        "reproduce": "can import modules and run any code",
+        "figure": "can import modules and run any code",
         **dict.fromkeys(("resume", "evaluate", "predict", "segment", "report"), "--trust MODULE"),
     }.items():
         with pytest.raises(SystemExit):

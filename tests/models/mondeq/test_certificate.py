@@ -456,7 +456,7 @@ def test_options_of_certify(run, capsys):
         (["radii=[inf]"], "Certify.radii is [inf]; it must be a list of numbers above 0"),
         (["radii=[true]"], "Certify.radii is [True]; it must be a list of numbers above 0"),
         (["relative=2"], "Certify.relative is 2; it must be a number above 0 and below 1"),
-        (["--task", "robustness"], "--certify and --task exclude each other"),
+        (["--task", "robustness"], "--certify and --task are mutually exclusive"),
         (["--limit", "0"], "--limit is 0; it must be at least 1"),
     ],
 )

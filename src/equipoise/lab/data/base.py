@@ -1,4 +1,4 @@
-"""What a data set is: splits that return whole batches as tensors, and a few facts about them."""
+"""Base classes of data sets: splits that return whole batches as tensors, and their properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equipoise.tasks.base import Batch
 
-FACTS = ("shape", "classes", "class_names", "mean", "std")  # what models and tasks may ask a data set for
+FACTS = ("shape", "classes", "class_names", "mean", "std")  # properties that models and tasks can take as parameters
 
 
 class Split(ABC):
@@ -46,9 +46,9 @@ class FileSplit(Split):
     """A split read from files on demand, on several threads (image libraries release the GIL).
 
     Args:
-        samples: what ``decode`` is called with, one entry per sample.
+        samples: arguments of ``decode``, one per sample.
         decode: function that returns the tensors of one sample; their shapes must not differ between samples.
-        threads: number of samples decoded at once.
+        threads: number of samples decoded at the same time.
     """
 
     def __init__(self, samples: Sequence[Any], decode: Callable[[Any], Batch], threads: int = 4):
@@ -56,7 +56,7 @@ class FileSplit(Split):
         self.pool: ThreadPoolExecutor | None = None  # made at first use
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pool": None}  # threads stay in their process
+        return {**vars(self), "pool": None}  # threads cannot be pickled
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -73,7 +73,7 @@ class FileSplit(Split):
 
 
 class Subset(Split):
-    """The rows of a split with these indices."""
+    """The samples of a split with the indices ``rows``."""
 
     def __init__(self, split: Split, rows: Tensor):
         self.split, self.rows = split, rows
@@ -86,22 +86,22 @@ class Subset(Split):
 
 
 def spread(split: Split, samples: int) -> Split:
-    """Return a number of samples evenly spaced over a split, whose first ones may all be of one class."""
+    """Return ``samples`` samples evenly spaced over a split, whose first ones may all be of one class."""
     return Subset(split, torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long())
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: what to train on, what to select by, what to report on.
+    """A data set: training, validation and test splits, and their properties.
 
     Args:
-        name: name that the data set is asked for by.
+        name: name of the data set.
         train, test: training and test split.
         shape: shape of one input, (channels, height, width) for images.
-        val: validation split, if one is published; otherwise it is cut from ``train``.
+        val: validation split, if one is published; otherwise it is held out from ``train``.
         class_names: names of the classes, indexed by label; empty if there are no classes.
         mean, std: mean and standard deviation of the training inputs per channel, with images scaled to [0, 1].
-        note: what a user should know, such as that the files are not the official ones.
+        note: remark for the user, such as that the files are not the official ones.
     """
 
     name: str
@@ -115,12 +115,12 @@ class DataSet:
     note: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what models and tasks may ask for by naming it as a parameter."""
+        """Return the properties that models and tasks receive if they have parameters of these names."""
         values = (self.shape, len(self.class_names), self.class_names, self.mean, self.std)
         return dict(zip(FACTS, values, strict=True))
 
     def with_validation(self, share: float) -> DataSet:
-        """Return the same data set with a validation split; one cut from ``train`` has the same rows every time.
+        """Return the same data set with a validation split; one held out from ``train`` is always the same.
 
         Args:
             share: fraction (below 1) or number of training samples to hold out; 0 for no validation split. A

@@ -1,4 +1,4 @@
-"""Which data sets are present, for ``equipoise data list`` and ``equipoise data check``."""
+"""List and check the data sets that are present, for ``equipoise data list`` and ``equipoise data check``."""
 
 import gzip
 import hashlib
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
     file: str
     path: Path | None
     md5: str | None = None
-    md5_inside: str | None = None  # of what is compressed in it
+    md5_inside: str | None = None  # of the decompressed contents
 
     def checked(self) -> Checked:
         size = self.path.stat().st_size if self.path is not None and self.path.is_file() else None
@@ -58,13 +58,13 @@ class Wanted(NamedTuple):
 
 
 def available(folders: Sequence[str | Path] = ()) -> list[Listed]:
-    """Return all data sets that can be asked for by name, in the order of the catalogue."""
+    """Return all data sets of the catalogue, in its order."""
     samples = {name: f"{about.train} + {about.test}" if about.train else "" for name, about in ABOUT.items()}
-    return [Listed(n, found(n, folders), samples[n], how_to_get(n), about.licence) for n, about in ABOUT.items()]
+    return [Listed(n, folder_of(n, folders), samples[n], how_to_get(n), about.licence) for n, about in ABOUT.items()]
 
 
-def found(name: str, folders: Sequence[str | Path] = ()) -> str:
-    """Return the folder that a data set is read from, the first with a complete form of it; "" if there is none."""
+def folder_of(name: str, folders: Sequence[str | Path] = ()) -> str:
+    """Return the folder that a data set is read from, the first with a complete form of it, or ""."""
     if name == "digits":
         return "scikit-learn" if importlib.util.find_spec("sklearn") else ""
     firsts = [form[0].path for form in forms(name, folders) if all(wanted.path for wanted in form)]
@@ -74,7 +74,7 @@ def found(name: str, folders: Sequence[str | Path] = ()) -> str:
 
 
 def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
-    """Return the files of each form of a data set that is present in part, or of the one to download, with verdicts."""
+    """Check the files of each form of a data set that is at least partly present, or else of the one to download."""
     if name not in ABOUT:
         raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
@@ -90,7 +90,7 @@ def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
 
 
 def files_of(remote: RemoteFile, places: Places) -> list[Wanted]:
-    """Return the file itself or what it unpacks to, whichever is read: the folder that comes first wins."""
+    """Return a file or its unpacked contents, whichever is read: the first folder wins."""
     if not remote.unpack and (path := places.find(remote.file, *remote.contents)):
         if path.name == remote.file:
             return [Wanted(remote.file, path, remote.md5, *remote.contents.values())]
@@ -104,7 +104,7 @@ def files_of(remote: RemoteFile, places: Places) -> list[Wanted]:
 
 
 def md5_of_contents(path: Path) -> str | None:
-    """Return the md5 of what is in a gzip file; None if it is damaged or inflates to more than is plausible."""
+    """Return the md5 of the contents of a gzip file; None if it is damaged or implausibly large."""
     checksum, left = hashlib.md5(usedforsecurity=False), LIMITS.in_memory(path)
     try:
         with gzip.open(path) as file:

@@ -80,7 +80,7 @@ def located(where: Where, *path: str) -> Iterator[None]:
         raise where.error(path, f"{'.'.join(path)}: {error}") from error
     except Exception as error:
         # In a user's own recipe this is a bug in the user's code, for which the traceback is best. In a file that was
-        # loaded it may be anything; messages about what cannot be found or imported are clear as they are.
+        # loaded it may be anything; messages about names that cannot be imported are clear already.
         clear = isinstance(error, LookupError | ImportError) and not isinstance(error, KeyError | IndexError)
         if where.trust.modules is None or clear:
             raise

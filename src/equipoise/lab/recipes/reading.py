@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from equipoise.lab.recipes.schema import FigureSpec, Named, Paper, Phase, Recipe, TableSpec
 from equipoise.lab.trust import ANYTHING, NOTHING, Trust
-from equipoise.options import nearest, unknown
+from equipoise.options import did_you_mean, nearest, unknown
 from equipoise.tolerance import Tolerance
 
 KeyPath = tuple[str, ...]  # of a key in nested tables and lists: ("phases", "0", "epochs")
@@ -124,7 +124,7 @@ def read(kind: Any, value: Any, path: KeyPath, where: Where) -> Any:
         return number
     if origin is Literal:
         if value not in arguments:
-            raise where.error(path, f"{shown}; {unknown('such value', str(value), map(str, arguments))}")
+            raise where.error(path, f"{shown}; {did_you_mean(str(value), arguments)}allowed: {', '.join(arguments)}.")
         return value
     if origin is tuple:
         if not isinstance(value, list) or not value:

@@ -10,7 +10,7 @@ from typing import Any
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.get.sources import how_to_get
-from equipoise.lab.data.inventory import found as found_in
+from equipoise.lab.data.inventory import folder_of
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
 from equipoise.lab.recipes.reading import (
@@ -221,7 +221,7 @@ def continue_figure(
 def open_figure(
     name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
 ) -> tuple[RecipeFile, list[str]]:
-    """Return a figure with the changes of its own options applied, and the remaining changes, which are for recipes."""
+    """Return a figure with changes to its options applied, and the remaining changes, which are for its recipes."""
     source = open_recipe(name, trust=trust)
     if kind_of(source) is not FigureSpec:
         verb = "reproduce" if "rows" in source.tables else "train"
@@ -322,7 +322,7 @@ def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None
     """Raise MissingData, naming every missing data set, before the first of several training runs."""
     missing: dict[str, MissingData] = {}
     for data in (recipe.read(Recipe).data for recipe in recipes):
-        if data.name in ABOUT and not found_in(data.name, folders):  # data sets from outside are checked when loaded
+        if data.name in ABOUT and not folder_of(data.name, folders):  # data sets from outside are checked when loaded
             try:
                 load(data.name, folders=folders, validation=0, **data.options)
             except MissingData as error:

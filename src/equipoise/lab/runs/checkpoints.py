@@ -1,10 +1,10 @@
-"""Checkpoints: one safetensors file with tensors and, in its header, JSON. Written completely or not at all.
+"""Checkpoints: safetensors files with JSON in their headers, written atomically.
 
     last.safetensors    everything needed to continue: model, optimizer, schedule, position, sums of the current epoch
     best.safetensors    the model with the best validation metric so far
 
-Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/NAME``. Random number generators need no entry:
-every step seeds them from the run's seed and its own number. The header has a checksum of everything else in the file.
+Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/NAME``. The states of random number generators
+are not saved: every step seeds them from the run's seed and the step number. The header has a checksum of the rest.
 
 A checkpoint may come from anywhere. Its shape is checked before anything in it is used, and code from outside the
 package that it names is not imported unless the caller trusts it.
@@ -49,11 +49,11 @@ TRAINING = {
 
 
 class CheckpointError(ValueError):
-    """A file is not a checkpoint, is damaged, or does not fit."""
+    """A file is not a checkpoint, is damaged, or does not fit its recipe."""
 
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Write a checkpoint; an earlier one of that name stays until this one is complete."""
+    """Write a checkpoint; an existing file is replaced only when the new one is complete."""
     # Each tensor gets its own storage: tied weights share theirs, which the format does not allow.
     apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(facts)
@@ -76,7 +76,7 @@ def checksum(tensors: dict[str, Tensor], text: str) -> str:
 
 
 def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and facts of a checkpoint, checked; with ``training``, also that training can continue."""
+    """Check a checkpoint, with ``training`` also for what resuming needs; return its tensors and its JSON."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -90,7 +90,7 @@ def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[st
     if metadata.get("format") != str(FORMAT):
         newer = metadata.get("format", "").isdecimal()
         what = "was written by a newer equipoise: update equipoise" if newer else "has a header that is damaged"
-        raise CheckpointError(f"{path} {what}; its format is {metadata.get('format')}, and {FORMAT} can be read.")
+        raise CheckpointError(f"{path} {what}; its format is {metadata.get('format')}; it must be {FORMAT}.")
     stated = metadata.get("checksum")
     if metadata.keys() - HEADER or (stated is not None and stated != checksum(tensors, metadata["equipoise"])):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content. Restore it from a copy.")
@@ -139,7 +139,7 @@ def fitting(path: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise CheckpointError(f"{path} is damaged, or does not fit: {reason}.") from error
+        raise CheckpointError(f"{path} is damaged, or does not fit its recipe: {reason}.") from error
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> None:
-    """Load saved weights into a model; raise if a tensor is missing, left over or of another shape or type."""
+    """Load saved weights into a model; raise if a tensor is missing, unexpected or of another shape or type."""
     state = with_prefix("model/", tensors)
     own = model.state_dict()
     details = [
@@ -174,7 +174,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -
 def load_matching(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> list[str]:
     """Load the saved weights that match in name and shape; return the names of the model's other tensors.
 
-    The mean and standard deviation of the images stay the model's own: they describe its data and are not learned.
+    The model keeps its own mean and standard deviation of the images: they describe its data and are not learned.
     """
     saved = with_prefix("model/", tensors)
     of_data = [f"{name}." for name, part in model.named_modules() if isinstance(part, Normalize)]
@@ -209,11 +209,11 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def unpack_optimizer(optimizer: Optimizer, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Restore what :func:`pack_optimizer` returned; raise for what such an optimizer cannot have written."""
+    """Restore what :func:`pack_optimizer` returned; raise if it cannot come from such an optimizer."""
     own = optimizer.state_dict()["param_groups"]
     groups = [{**new, **old} for old, new in zip(facts["groups"], own, strict=False)]
     if len(facts["groups"]) != len(own) or not alike(groups, own):
-        raise ValueError(f"its optimizer is not a {type(optimizer).__name__} of this model")
+        raise ValueError(f"its optimizer state does not fit {type(optimizer).__name__} for this model")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**with_prefix("optimizer/", tensors), **facts["numbers"]}.items():
@@ -242,14 +242,14 @@ def state_entries(optimizer: Optimizer) -> dict[str, bool] | None:
     try:
         probe = make([{"params": [trial], **options}])
         probe.step()
-    except Exception:  # a user's optimizer that is made or stepped in another way
+    except Exception:  # a user's optimizer with another constructor or step
         return None
     state = probe.state_dict()["state"].get(0, {})
     return {name: isinstance(value, Tensor) and value.shape == trial.shape for name, value in state.items()}
 
 
 def alike(saved: Any, own: Any) -> bool:
-    """Return whether a saved value can replace one of a new object: of the same kind, number for number."""
+    """Return whether a saved value has the structure and types of a new one; int and float are interchangeable."""
     if isinstance(own, dict):
         return isinstance(saved, dict) and all(key in saved and alike(saved[key], own[key]) for key in own)
     if isinstance(own, list | tuple):

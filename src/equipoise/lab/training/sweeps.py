@@ -19,13 +19,13 @@ from equipoise.lab.training.trainer import Stopped, StopRequest, train
 from equipoise.lab.trust import NOTHING, Trust
 
 SWEEP = {**SAVED, "machine?": MACHINE}
-Report = Callable[[list[Run], Path | None], object]  # writes a report on runs, in a folder other than the run's own
+Report = Callable[[list[Run], Path | None], object]  # writes a report on runs; into the run's own folder for None
 
 
 def train_recipe(
     source: RecipeFile, parent: Path, machine: Machine, folders: Sequence[Path] = (), report: Report | None = None
 ) -> Path:
-    """Train a checked recipe in a new folder of ``parent``, once for every seed; return the folder."""
+    """Train a checked recipe in a new subfolder of ``parent``, once for every seed; return the folder."""
     sweep = source.recipe.seeds > 1
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     facts = described(machine, folders)
@@ -48,7 +48,7 @@ def train_recipe(
 
 
 def resume_folder(folder: Path, machine: Machine, folders: Sequence[Path] = (), trust: Trust = NOTHING) -> None:
-    """Continue a run, or all runs of a sweep, whose files may name code from trusted modules."""
+    """Continue a run, or all runs of a sweep, whose files may name code only from trusted modules."""
     if not (folder / "sweep.json").exists():
         finish_run(open_run(folder, trust), machine, folders)
         return
@@ -86,7 +86,7 @@ def finish_sweep(
     """Train every seed to its end, and print mean and standard deviation of the metrics.
 
     Args:
-        facts: description of the machine, for seeds that have not been started
+        facts: description of the machine, for seeds that have not been started.
     """
     recipe, stop = source.recipe, StopRequest()
     runs = [Run(folder / f"seed-{seed}", source.where.trust) for seed in range(recipe.seed, recipe.seed + recipe.seeds)]
@@ -122,7 +122,7 @@ def run_to_end(
     source: RecipeFile | None = None,
     stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Train a run to its end while no other process may; see :func:`equipoise.lab.training.trainer.train`."""
+    """Train a run to its end, locked against other processes; see :func:`equipoise.lab.training.trainer.train`."""
     with ExitStack() as lock:
         refusal = ""
         if machine.leads:
@@ -147,7 +147,7 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what a run records about the machine; with another number of threads it is the same only to rounding."""
+    """Describe the machine for a run; with another number of threads, results agree only up to rounding."""
     return {
         "device": str(machine.device),
         "processes": machine.world,

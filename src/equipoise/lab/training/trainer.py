@@ -235,7 +235,7 @@ class Trainer:
         return [batch for batch in rows if len(batch) >= self.machine.world]
 
     def assemble(self, phase: int) -> Learner:
-        """Build model, task, optimizer and schedule as they are at the start of a phase."""
+        """Build the model, task, optimizer and schedule for the start of a phase."""
         recipe, where = self.phases[phase], self.source.where_in(phase)
         model = self.setting.place(build.build_model(recipe, self.facts, where))
         if recipe.training.compile:
@@ -409,7 +409,7 @@ class Trainer:
         totals = self.machine.total(state.sums)
         record: dict[str, Any] = {"kind": "epoch", "step": position.step, "epoch": epoch, "phase": position.phase}
         record["train"] = {**learner.task.metrics(totals), "solver": solve_metrics(totals)}
-        self.machine.spread(learner.model.buffers())  # each process has the running statistics of its own part
+        self.machine.spread(learner.model.buffers())  # each process has running statistics of its part only
         if self.data.val is not None:
             record["val"] = self.measure(self.data.val).record()
         if self.recipe.training.test == "epoch":

@@ -1,7 +1,7 @@
 """The f of an MDEQ: residual blocks at several resolutions that exchange features.
 
 S. Bai, V. Koltun, J. Z. Kolter, "Multiscale deep equilibrium models" (2020). The wiring is that of the authors' code,
-which section 4.1 and appendix A of the paper describe in words.
+which section 4.1 and appendix A of the paper describe.
 """
 
 import itertools
@@ -21,7 +21,7 @@ ACTIVATIONS = ("relu", "softplus")
 
 @options
 class MDEQSize:
-    """The numbers that make an MDEQ.
+    """Hyperparameters of an MDEQ.
 
     Args:
         channels: channels of each scale, the highest resolution first; each scale halves height and width.
@@ -52,9 +52,9 @@ class MDEQSize:
         for name, least in (("head_channels", 1), ("big_kernels", 0)):
             require_counts(self, name, "scale", at_least=least, optional=True)
             if (given := len(getattr(self, name))) not in (0, self.scales):
-                raise ValueError(f"{name} has {given} entries and channels {self.scales}: give one for each scale.")
+                raise ValueError(f"{name} has {given} entries, but channels has {self.scales}: give one per scale.")
         if self.big_kernels and max(self.big_kernels) > 2:
-            raise ValueError(f"big_kernels is {self.big_kernels}; a block has two convolutions: 0, 1 or 2 for each.")
+            raise ValueError(f"big_kernels is {self.big_kernels}; a block has two convolutions: use 0, 1 or 2.")
         for name, least in (("groups", 1), ("downsamplings", 0), ("blocks", 1), ("final_channels", 0)):
             require(self, name, at_least=least, whole=True)
         require(self, "expansion", above=0)
@@ -66,8 +66,8 @@ class MDEQSize:
                 if width < 1 or width % groups:
                     raise ValueError(
                         f"groups is {self.groups}, but {groups} does not divide {width} channels (channels "
-                        f"{self.channels}, expansion {self.expansion:g}): choose a divisor of all of them whose half, "
-                        "the groups of the last norm of f, divides the channels too."
+                        f"{self.channels}, expansion {self.expansion:g}): groups must divide channels and expansion * "
+                        "channels, and groups // 2 (for the last norm of f) must divide channels."
                     )
 
     @property
@@ -81,7 +81,7 @@ class MDEQSize:
 
     @property
     def divisor(self) -> int:
-        """The number by which height and width of an image must be divisible."""
+        """Number by which the height and width of an image must be divisible."""
         return 2 ** (self.downsamplings + self.scales - 1)
 
 
@@ -113,14 +113,14 @@ def block_conv(inputs: int, outputs: int, kernel: int, weight_norm: bool) -> nn.
 
 
 def activate(fresh: Tensor, activation: str) -> Tensor:
-    """Apply the activation, in place if possible: nothing else may hold the tensor."""
+    """Apply the activation, in place if possible: the tensor must not be used elsewhere."""
     return F.relu(fresh, inplace=True) if activation == "relu" else F.softplus(fresh)
 
 
 class Transition(nn.Module):
-    """Features of scale ``source`` with the resolution and the channels of scale ``target``.
+    """Map features of scale ``source`` to the resolution and channels of scale ``target``.
 
-    Convolutions of stride 2 lead to a lower resolution; a 1x1 convolution and repeated pixels to a higher one.
+    It downsamples by convolutions of stride 2, and upsamples by a 1x1 convolution and nearest neighbours.
     """
 
     def __init__(self, size: MDEQSize, source: int, target: int, activation: str):
@@ -141,14 +141,14 @@ class Transition(nn.Module):
 
 
 class MultiscaleCell(nn.Module):
-    """f(z, x): residual blocks on every scale, fusion of all scales with all, a 1x1 convolution and a norm.
+    """f(z, x): residual blocks on every scale, fusion of all scales, a 1x1 convolution and a norm.
 
     z is a tuple of tensors (batch, channels_i, height / 2^i, width / 2^i); x is a tuple of inputs to the first scales,
     in MDEQ to the first one only. The output is group-normalised, so that iterates stay bounded. With a single scale, f
     is the blocks alone.
 
     Args:
-        size: numbers that make the cell.
+        size: hyperparameters of the cell.
         activation: "relu", or "softplus", which is smoother early in training.
         weight_norm: whether the convolutions of the blocks and the last one have weight normalisation.
     """
@@ -188,7 +188,7 @@ class MultiscaleCell(nn.Module):
         return tuple(outputs)
 
     def start(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return zeros for the inputs ``x``, in their memory format."""
+        """Return the initial z for the inputs ``x``: zeros, in their memory format."""
         batch, _, height, width = x[0].shape
         step = 2 ** (self.size.scales - 1)
         if height % step or width % step:

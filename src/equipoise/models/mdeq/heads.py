@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from equipoise.models.parts.images import conv_norm_relu
 
-EXPANSION = 4  # a bottleneck's outputs / its inner channels
+EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions whose norms learn no scale, and a shortcut."""
+    """Residual bottleneck: 1x1, 3x3 and 1x1 convolutions with non-affine batch norms, and a shortcut."""
 
     def __init__(self, inputs: int, channels: int):
         super().__init__()
@@ -38,9 +38,9 @@ class Bottleneck(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Widens every scale, merges it into the next lower resolution, and averages the last over the image.
+    """Compute logits: widen every scale, merge it into the next lower resolution, average the last over the image.
 
-    The channels are those of :class:`~equipoise.models.mdeq.cell.MDEQSize`.
+    See :class:`~equipoise.models.mdeq.cell.MDEQSize` for the arguments.
     """
 
     def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
@@ -60,7 +60,7 @@ class ClassificationHead(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Two convolutions of all scales at the resolution of the first: logits (batch, classes, height, width)."""
+    """Map all scales, resized to the first, to logits (batch, classes, height, width) by two convolutions."""
 
     def __init__(self, channels: Sequence[int], classes: int, kernel: int = 1):
         super().__init__()
@@ -73,7 +73,7 @@ class SegmentationHead(nn.Module):
 
 
 class ImageHead(nn.Module):
-    """Turns all scales, at the resolution of the first, into an image in [-1, 1].
+    """Map all scales, resized to the first, to an image in [-1, 1].
 
     Args:
         channels: channels of each scale.
@@ -103,7 +103,7 @@ class ImageHead(nn.Module):
 
 
 def at_first_resolution(z: tuple[Tensor, ...]) -> Tensor:
-    """Return all scales at the resolution of the first as channels of one tensor; corners map to corners."""
+    """Resize all scales to the first, bilinearly with aligned corners, and concatenate their channels."""
     size = z[0].shape[2:]
     resized = (F.interpolate(part, size=size, mode="bilinear", align_corners=True) for part in z[1:])
     return torch.cat([z[0], *resized], dim=1)

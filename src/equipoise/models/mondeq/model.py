@@ -1,7 +1,7 @@
-"""monDEQ: classifiers whose equilibrium exists, is unique and is reached by the solver, whatever the weights.
+"""monDEQ: classifiers whose equilibrium exists, is unique and is reached by the solver for any weights.
 
-E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes of table E1, whose 84,460 parameters on
-MNIST are those of 56 channels, not 54.
+E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks" (2020). Sizes are those of table E1, whose
+84,460 parameters on MNIST correspond to 56 channels, not 54.
 """
 
 import math
@@ -26,17 +26,17 @@ TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
 
 
 class MonDEQ(nn.Module):
-    """z* = s(W z* + U x + b) with a monotone I - W, and a linear head: maps images in [0, 1] to logits (E.1).
+    """Map images in [0, 1] to logits: z* = s(W z* + U x + b) with monotone I - W, and a linear head (E.1).
 
     Args:
         shape: shape of one image, (channels, height, width).
         classes: number of classes.
         mean, std: mean and standard deviation of the images, per channel.
         kind: "dense", "conv" (one convolution) or "multitier" (several resolutions).
-        channels: channels of z*: for "dense" the number of features, for "multitier" a tuple.
+        channels: channels of z*: for "dense" the number of features, for "multitier" one per tier.
         m: strong monotonicity of I - W.
         activation: s, a proximal activation.
-        pool: side of the squares that the convolutional model averages over before its head.
+        pool: kernel size of the average pooling before the head, for "conv".
 
     Example:
         >>> model = MonDEQ(shape=(1, 28, 28), classes=10, kind="conv", channels=56)
@@ -96,7 +96,7 @@ class MonDEQ(nn.Module):
         return injected if self.kind == "conv" else (injected,)  # the input enters the first tier
 
     def features(self, z: Any) -> Tensor:
-        """Return what the head reads: z, its image averaged over squares, or the last tier with its border."""
+        """Return the input of the head: z, its average-pooled image, or the last tier with its border."""
         if self.kind == "dense":
             return z
         z = self.operator.checked(z)
@@ -104,7 +104,7 @@ class MonDEQ(nn.Module):
             return z[-1].flatten(1)
         height, width = (n // self.pool for n in self.size)
         kept = memory(z)[: height * self.pool, : width * self.pool]
-        averaged = kept.unflatten(0, (height, self.pool)).mean(dim=1)  # one side after the other: many times faster
+        averaged = kept.unflatten(0, (height, self.pool)).mean(dim=1)  # one dimension at a time is many times faster
         return images(averaged.unflatten(1, (width, self.pool)).mean(dim=2)).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class MonDEQ(nn.Module):
         return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
 
     def certificate(self, alpha: float | None = None) -> Certificate:
-        """Return bounds that are proven for the current weights: the rate of convergence and the Lipschitz constants.
+        """Return proven bounds for the current weights: the rate of convergence and the Lipschitz constants.
 
         Args:
             alpha: step size of the solver; None for the layer's own.
@@ -126,8 +126,8 @@ class MonDEQ(nn.Module):
 def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """Return the 3x3 convolution of zero-padded (batch, C, H, W) images as (H, W, C, batch).
 
-    Gathering the taps of the few input channels makes one matrix product give the memory order in which operators
-    compute; permuting the many output channels would cost more.
+    Gathering the taps of the few input channels lets one matrix product return the memory order that operators use;
+    permuting the many output channels would cost more.
     """
     padded = F.pad(memory(x), (0, 0, 0, 0, 1, 1, 1, 1))
     (height, width), (outputs, inputs) = x.shape[2:], layer.weight.shape[:2]

@@ -1,4 +1,4 @@
-"""Descent solvers for the objective behind f: proximal gradient with a line search, FISTA with restarts.
+"""Descent solvers for the objective that f minimises: proximal gradient with a line search, FISTA with restarts.
 
 f(z) = W^T s(W h(z) + x) with s = prox_F is a proximal gradient step of size 1 on G(y) = F(y) + S(y), z = W^T y, where
 the gradient of S is y - (W h(z) + x). Here the step size is chosen, and G is monitored.
@@ -25,7 +25,7 @@ from equipoise.solvers.base import State
 
 SUFFICIENT = 1e-4  # share of the first-order decrease of G that a step has to achieve (Armijo)
 EARLY = 2.5  # momentum theta below which a sample has made at most one step with momentum
-HALVINGS = 30  # halvings of a step size, after which it moves nothing
+HALVINGS = 30  # halvings of a step size, after which a step is negligible
 
 
 class Minimizer(Protocol):
@@ -38,7 +38,7 @@ class Minimizer(Protocol):
 
 
 class Objective(Structure):
-    """G on rows, for the samples of a problem."""
+    """The objective G of a problem, evaluated on its rows."""
 
     requirement = "an f that minimises an objective, such as the cell of an OptEq, POptEq or MOptEq"
 
@@ -79,14 +79,14 @@ class Objective(Structure):
 
 @dataclass
 class DescentState(State):
-    """Adds y, where z = W^T y, and W h(z) + x."""
+    """The state, with y, where z = W^T y, and W h(z) + x."""
 
     y: Tensor
     pre: Tensor
 
 
 class DescentSolver(Solver):
-    """A solver that works with the objective behind f."""
+    """A solver that uses the objective that f minimises."""
 
     needs = Objective
 
@@ -99,7 +99,7 @@ class DescentSolver(Solver):
         return objective.lower(objective.response(pre)), pre
 
     def first(self, objective: Objective, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first y and its z. W^-T z is known for z = 0 only: from elsewhere the first step is taken."""
+        """Return the first y and its z. W^-T z is known only for z = 0; from any other z, take a first step."""
         known = (z == 0).all(dim=1, keepdim=True)
         if bool(known.all()):
             return torch.zeros_like(z), z
@@ -114,7 +114,7 @@ def rounding(objective: Tensor) -> Tensor:
 
 @dataclass
 class LineSearchState(DescentState):
-    """Adds G(y) and the size of the next step, per sample."""
+    """The state, with G(y) and the size of the next step, per sample."""
 
     objective: Tensor
     length: Tensor
@@ -122,7 +122,7 @@ class LineSearchState(DescentState):
 
 @options
 class ProximalGradient(DescentSolver):
-    """y <- y + c (prox_F(y - grad S(y)) - y), c halved per sample until G decreases enough: it cannot diverge.
+    """y <- y + c (prox_F(y - grad S(y)) - y), c halved per sample until G decreases enough, so it cannot diverge.
 
     c starts at 1, the plain step of f, and never increases within a solve.
 
@@ -154,7 +154,7 @@ class ProximalGradient(DescentSolver):
             length = torch.where(high, length / 2, length)
             y, z, objective = trial()
         image, pre = self.at(G, z)
-        # At the precision of G, a reversed direction shows that the step was too long.
+        # Where G cannot resolve the decrease, a reversed direction shows that the step was too long.
         turned = ((target - state.y) * (G.response(pre) - y)).sum(dim=1) < -slope / 2
         length = torch.where(turned, length / 2, length)
         return LineSearchState(z, image, y, pre, objective, length)
@@ -162,7 +162,7 @@ class ProximalGradient(DescentSolver):
 
 @dataclass
 class MomentumState(DescentState):
-    """Adds the last y before extrapolation with its z and G, the momentum theta and the step size."""
+    """The state, with the last y before extrapolation, its z and G, the momentum theta and the step size."""
 
     last: Tensor
     last_z: Tensor
@@ -173,10 +173,10 @@ class MomentumState(DescentState):
 
 @options
 class FISTA(DescentSolver):
-    """Accelerated proximal gradient steps on G. Where G would increase, a sample returns and restarts its momentum.
+    """Accelerated proximal gradient steps on G; a step that would increase G is undone and the momentum restarted.
 
-    Where it increases without momentum, or the direction reverses as soon as there is any, the step was too long for
-    the curvature of S, and its size is halved.
+    If G increases without momentum, or the direction reverses in the first step with it, the step was too long for the
+    curvature of S, and its size is halved.
 
     Args:
         step_size: initial step size; 1/2 suits every model without diversity, whose curvature is at most 1 + ||W||^2.
@@ -200,11 +200,11 @@ class FISTA(DescentSolver):
         new = G.prox(state.y + length * (state.pre - state.y), state.length)
         new_z = G.lower(new)
         objective = G.value(new, new_z)
-        rises = ~(objective <= state.objective + rounding(state.objective))  # NaN rises
+        rises = ~(objective <= state.objective + rounding(state.objective))  # NaN counts as a rise
         # Momentum that points uphill is dropped as well, before G increases (O'Donoghue and Candes, section 3.2).
         uphill = ((state.y - new) * (new - state.last)).sum(dim=1) > 0
         turned = ((new - state.last) * (state.y - state.last)).sum(dim=1) < 0
-        flat = (objective - state.objective).abs() <= rounding(state.objective)  # G is at its precision
+        flat = (objective - state.objective).abs() <= rounding(state.objective)  # the change is below rounding
         too_long = (rises & (state.momentum == 1)) | (turned & (flat | (state.momentum < EARLY)))
         before = torch.where(rises | uphill | (turned & flat), 1.0, state.momentum)
         after = torch.where(rises, 1.0, (1 + (1 + 4 * before.square()).sqrt()) / 2)

@@ -58,7 +58,7 @@ def numbers_of(size: type, *, without: Collection[str] = ()) -> list[Parameter]:
 
 
 def sized(sizes: Mapping[str, Size], name: str, model: str, numbers: Mapping[str, Any]) -> Size:
-    """Return the size called ``name`` of a ``model``, with numbers that are not None in place of its own."""
+    """Return the size called ``name`` of a ``model``, with values replaced by the ``numbers`` that are not None."""
     if not isinstance(name, str) or name not in sizes:
         raise ValueError(unknown(f"size of {model}", str(name), sizes))
     given = {key: value for key, value in numbers.items() if value is not None}

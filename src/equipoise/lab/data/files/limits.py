@@ -19,7 +19,7 @@ class Limits:
     Args:
         entries: number of files and folders in an archive that is unpacked.
         size: number of bytes that an archive unpacks to.
-        ratio: bytes that an archive, or an entry of a zip, inflates to per byte of its own, beyond ``small``.
+        ratio: bytes that an archive, or an entry of a zip, inflates to per compressed byte, beyond ``small``.
         array_ratio: the same for a file of arrays, which is read into memory as a whole.
         small: number of bytes that any compressed file may inflate to.
         memory: number of bytes of one file of arrays, inflated, in memory.
@@ -73,5 +73,5 @@ def read_exactly(file: IO[bytes] | GzipFile, size: int) -> bytearray:
         data += chunk
     if len(data) != size:
         held = f"more than the {size}" if len(data) > size else f"{len(data)} of the {size}"
-        raise ValueError(f"it holds {held} bytes of data that its header promises")
+        raise ValueError(f"it holds {held} bytes of data that its header declares")
     return data

@@ -1,4 +1,4 @@
-"""Where data is looked for, and the files of one data set there."""
+"""The search path for data, and the files of one data set on it."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ def cache_folder() -> Path:
 
 
 def search_path(folders: Sequence[str | Path] = (), current: bool = True) -> list[Path]:
-    """Return the folders to look for data in, in the one order used for reading and for listing.
+    """Return the folders that are searched for data, in order.
 
-    First come those given (``--data``), then those in ``$EQUIPOISE_DATA``, the cache, the system's, and last the
+    First come ``folders`` (``--data``), then those in ``$EQUIPOISE_DATA``, the cache, the system's folder, and last the
     current folder (unless ``current`` is False).
     """
     if isinstance(folders, str | Path):
@@ -33,7 +33,7 @@ def search_path(folders: Sequence[str | Path] = (), current: bool = True) -> lis
     named = filter(None, os.environ.get("EQUIPOISE_DATA", "").split(os.pathsep))
     every = [*folders, *named, cache_folder(), SYSTEM]
     if current:
-        with suppress(FileNotFoundError):  # it was removed
+        with suppress(FileNotFoundError):  # the current folder was removed
             every.append(Path.cwd())
     return list(dict.fromkeys(Path(os.path.expanduser(folder)) for folder in every))
 
@@ -64,13 +64,13 @@ class Places:
         return None
 
     def file(self, *names: str) -> Path:
-        """Return what ``find`` returns, or raise MissingData."""
+        """Return the first of these files that exists, as ``find`` does, or raise MissingData."""
         if path := self.find(*names):
             return path
         raise self.missing(*names)
 
     def tree(self, *names: str, parts: tuple[str, ...] = ()) -> Tree:
-        """Return a folder or zip with one of these names, or else the place that has all subfolders ``parts``."""
+        """Return a folder or zip with one of these names, or else the folder that has all subfolders ``parts``."""
         if path := self.find_tree(*names):
             return self.open(path)
         for folder in self.folders:
@@ -100,7 +100,7 @@ class Places:
 
     @contextmanager
     def reading(self, path: Path | str) -> Iterator[None]:
-        """Raise whatever goes wrong while this file is decoded as an error that names the file."""
+        """Raise any error in decoding this file as one that names the file and a remedy."""
         try:
             yield
         except Exception as error:

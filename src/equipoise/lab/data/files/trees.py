@@ -10,7 +10,7 @@ from equipoise.lab.data.files.limits import LIMITS, read_file
 
 
 class Tree(ABC):
-    """Files below one place, named by their relative path with ``/``. Safe to read from several threads."""
+    """Files below one root, named by their relative POSIX paths. Safe to read from several threads."""
 
     path: Path
 
@@ -20,7 +20,7 @@ class Tree(ABC):
 
     @abstractmethod
     def read(self, file: str) -> bytes:
-        """Return the bytes of one file, within the limits of an image file."""
+        """Return the bytes of one file; raise if it is larger than an image file may be."""
 
     def files(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones and those that macOS adds to its zips."""
@@ -29,7 +29,7 @@ class Tree(ABC):
 
 
 class Folder(Tree):
-    """A folder, or only the subfolders ``parts`` of it."""
+    """A folder, restricted to its subfolders ``parts`` if there are any."""
 
     def __init__(self, path: Path, parts: tuple[str, ...] = ()):
         self.path, self.parts = path, parts
@@ -69,5 +69,5 @@ class Zip(Tree):
                 raise ValueError(f"it inflates to {info.file_size:,} bytes; at most {most:,} are read")
             return self.archive.read(info)
 
-    def __reduce__(self):  # another process opens the file for itself
+    def __reduce__(self):  # every process opens the file itself
         return Zip, (self.path,)

@@ -1,4 +1,4 @@
-"""MNIST and the sets in its format: IDX files, gzipped or not."""
+"""MNIST and data sets in its format: IDX files, gzipped or not."""
 
 import gzip
 import math
@@ -17,17 +17,17 @@ GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt"
 
 
 def mnist(places: Places) -> DataSet:
-    """Return handwritten digits, 28x28 grey."""
+    """Return MNIST: handwritten digits, 28x28 greyscale."""
     return idx_data(places, DIGITS, mean=0.1307, std=0.3081)
 
 
 def fashion_mnist(places: Places) -> DataSet:
-    """Return garments, 28x28 grey."""
+    """Return Fashion-MNIST: garments, 28x28 greyscale."""
     return idx_data(places, GARMENTS, mean=0.2860, std=0.3530)
 
 
 def idx_data(places: Places, class_names: tuple[str, ...], mean: float, std: float) -> DataSet:
-    """Return the data set in files named as those of MNIST."""
+    """Return a data set whose files are named like those of MNIST."""
 
     def part(name: str) -> tuple[Tensor, Tensor]:
         path, images = read_idx(places, f"{name}-images-idx3-ubyte", dimensions=3)
@@ -50,5 +50,5 @@ def read_idx(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:
             shape = struct.unpack(f">{dimensions}I", start[4:])
             size, most = math.prod(shape), LIMITS.in_memory(path) if compressed else LIMITS.memory
             if size > most:
-                raise ValueError(f"its header promises {size:,} bytes; at most {most:,} are read from a file like it")
+                raise ValueError(f"its header declares {size:,} bytes; at most {most:,} are read from such a file")
             return path, torch.frombuffer(read_exactly(file, size), dtype=torch.uint8).view(shape)
