@@ -265,7 +265,7 @@ def test_values_must_be_tensors(z0, inputs, words):
         (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer is a Linear; it must be an equipoise.Equilibrium"),
         (
             lambda: eq.fixed_point(f, Z, X, callback=5),
-            "callback is 5; it must be a function of one argument, a Progress",
+            "callback is 5; it must be a function of one argument",
         ),
         (lambda: eq.fixed_point(f, Z, X, compact="no"), "compact is 'no'; it must be True or False"),
         (lambda: eq.fixed_point(f, Z, X, trace=1), "trace is 1; it must be True or False"),

@@ -1,1 +1,1 @@
-"""The lab: real data, recipes, training, checkpoints, reports. The only floor that knows files and runs."""
+"""The lab: data sets, recipes, training runs, checkpoints and reports; all that deals with files."""
