@@ -1,5 +1,5 @@
 # make demo | test | test-slow | lint | format | bench | clean
-# Needs python3 (3.11 or newer) and make; everything else is installed into .venv.
+# Needs python3 (3.11.4 or newer) and make; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +14,7 @@ help:
 # One stamp per set of packages. When pyproject.toml or constraints.txt change, the virtualenv is recreated,
 # so that it never holds a package the files no longer name.
 $(VENV)/made: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "equipoise needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11, 4) else "equipoise needs Python 3.11.4 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
 	@echo 'setting up $(VENV) (once; a minute or two)'
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
