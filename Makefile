@@ -24,8 +24,8 @@ $(VENV)/with-lab: $(VENV)/made
 	@touch $@
 
 $(VENV)/with-dev: $(VENV)/made
-	$(PIP) -e '.[dev,lab,attacks,tensorboard,onnx]'
-	@touch $(VENV)/with-lab $@
+	$(PIP) -e '.[dev,lab,attacks,tensorboard,onnx,bench]'
+	@touch $(VENV)/with-lab $(VENV)/with-bench $@
 
 $(VENV)/with-bench: $(VENV)/made
 	$(PIP) -e '.[bench]'

@@ -237,7 +237,7 @@ def wrong_values():
                 else:
                     text = recipe(f"[{section}]\n{line}")
                 path = ".".join(filter(None, [section, "0" if section == "phases" else "", name]))
-                yield path, text, f"known: {', '.join(typing.get_args(hint))}" if literal else SENTENCES[hint]
+                yield path, text, f"allowed: {', '.join(typing.get_args(hint))}" if literal else SENTENCES[hint]
 
 
 def test_every_value_of_a_wrong_type_is_refused_on_its_line(write):
