@@ -18,7 +18,8 @@ from equipoise.lab.data import TensorSplit
 from equipoise.lab.recipes.build import build_model, build_optimizer, build_task
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import Recipe
-from equipoise.lab.runs.machine import Machine, batches, seed_everything, training_rows
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import batches, seed_everything, training_rows
 from equipoise.lab.training.evaluate import Setting
 
 

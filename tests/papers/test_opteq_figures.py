@@ -16,7 +16,8 @@ from equipoise.lab.results.figures import reached
 from equipoise.lab.results.reproduce import FIGURE_FACTS, figure_functions
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
-from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import seed_everything
 from equipoise.papers.opteq import figures
 from equipoise.registry import check_options
 from figure_helpers import drawn_figure, figure_file

@@ -18,7 +18,8 @@ from equipoise.lab.recipes.reading import parse_override
 from equipoise.lab.results.figures import BLUE, GREEN, ORANGE, finish, new_figure
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar, samples_of
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.mondeq.certificate import Certificate, Certifier
 from equipoise.models.mondeq.model import MonDEQ

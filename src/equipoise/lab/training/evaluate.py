@@ -13,7 +13,8 @@ from torch.nn import functional
 from equipoise.fixed_point import watch_solves
 from equipoise.lab.data import Batch, Split
 from equipoise.lab.recipes.schema import Training
-from equipoise.lab.runs.machine import Machine, batches, seed_everything
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import batches, seed_everything
 from equipoise.solution import ConvergenceWarning, Result, Solution, Statistics
 from equipoise.tasks import Sums, Task
 

@@ -25,7 +25,8 @@ from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError
 from equipoise.lab.runs.load import start_from
-from equipoise.lab.runs.machine import Machine, batches, seed_everything, seed_of, training_rows
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import batches, seed_everything, seed_of, training_rows
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,

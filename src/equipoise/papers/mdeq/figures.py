@@ -40,7 +40,8 @@ from equipoise.lab.results.figures import (
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of, start_from
-from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.mdeq.cell import MultiscaleCell
 from equipoise.solvers import Broyden, Picard, Solver

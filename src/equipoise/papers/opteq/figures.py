@@ -51,7 +51,8 @@ from equipoise.lab.results.figures import (
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
-from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.batches import seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.descent import ProximalGradient

@@ -14,7 +14,7 @@ class RemoteFile:
     Args:
         file: name of the file in the folder of its data set.
         urls: official address, then mirrors.
-        md5, sha256: published checksum; None if there is none.
+        md5, sha256: published checksum, if any.
         size: size of the file in bytes; None if it is not known.
         unpack: whether it is an archive to unpack into the folder of the data set, and then to remove.
         contents: published md5 of files inside the archive, by their path once unpacked.

@@ -59,7 +59,7 @@ def cityscapes(places: Places, scale: int = 1, memory: bool = False) -> DataSet:
 
     Args:
         places: places to look for its files in.
-        scale: whole factor by which the images of 2048 x 1024 are made smaller.
+        scale: integer factor by which the 2048 x 1024 images are downscaled.
         memory: decode all images once and keep them in memory.
     """
     require_number("data.scale", scale, at_least=1, whole=True)
@@ -87,7 +87,7 @@ class SceneDecoder:
         images, labels: trees that the files are in.
         table: class of each number in the label files.
         size: width and height of every image and label map.
-        scale: factor by which both are made smaller, images by averaging and label maps by leaving pixels out; rows and
+        scale: downscaling factor; images are reduced by averaging and label maps by leaving pixels out; rows and
             columns beyond a multiple of it are cut off.
     """
 
