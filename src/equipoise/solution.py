@@ -73,6 +73,7 @@ class Statistics:
         rows: samples x calls actually computed; gathering keeps it near ``steps.sum()``.
         trace: (checks, batch) residuals at every check, if requested; a sample that has stopped repeats its last entry.
         rounded: samples that converged to rounding error only, because the tolerance is below it; None if it is not.
+        products: number of vector-Jacobian products of :func:`equipoise.optimize_input`.
     """
 
     result: Tensor
@@ -82,6 +83,7 @@ class Statistics:
     rows: int
     trace: Tensor | None = None
     rounded: Tensor | None = None
+    products: int = 0
 
     @property
     def converged(self) -> Tensor:
@@ -199,11 +201,16 @@ TO_ROUNDING = (
 )
 
 
+BACKWARD_SETTINGS = "ImplicitGradient(solver=..., tolerance=...)"
+
+
 def tally(counts: dict[Result, int]) -> str:
     return ", ".join(f"{n} {result.name}" for result, n in counts.items())
 
 
-def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tuple[dict[Result, int], str]:
+def failure_advice(
+    stats: Statistics, which: str, *, below_rounding: bool, settings: str = BACKWARD_SETTINGS
+) -> tuple[dict[Result, int], str]:
     """Return the failures of a "forward" or "backward" solve, and a remedy."""
     failures = stats.failures()
     if not failures:
@@ -215,7 +222,7 @@ def failure_advice(stats: Statistics, which: str, *, below_rounding: bool) -> tu
     if kind in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
         advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
     if which == "backward":
-        advice += " The backward solve has its own settings: ImplicitGradient(solver=..., tolerance=...)."
+        advice += f" The backward solve has its own settings: {settings}."
     return failures, advice
 
 
@@ -224,11 +231,14 @@ class Report:
     """How a solve reports failures: by a warning or an error, and on its Solution while that is in use."""
 
     on_failure: str
-    solution: weakref.ref[Solution] | None = None  # weak: its value holds the graph that holds this
+    solution: weakref.ref[Any] | None = None  # weak: its value holds the graph that holds this
+    settings: str = BACKWARD_SETTINGS  # options of the backward solve, for the advice
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
-        failures, advice = failure_advice(stats, which, below_rounding=below_rounding)
+        failures, advice = failure_advice(
+            stats, which, below_rounding=below_rounding, settings=self.settings
+        )
         if not failures or self.on_failure == "ignore":
             return
         if self.on_failure == "raise":

@@ -34,10 +34,11 @@ class ImpureFunctionWarning(RuntimeWarning):
 
 @dataclass
 class Count:
-    """The number of calls of f, and of samples x calls."""
+    """The number of calls of f, of samples x calls, and of vector-Jacobian products apart from those calls."""
 
     evaluations: int = 0
     rows: int = 0
+    products: int = 0
 
     def add(self, rows: int) -> None:
         self.evaluations += 1
@@ -52,6 +53,7 @@ class Structure(ABC):
     """
 
     requirement: ClassVar[str]  # what f must be, for the error message of a solver
+    separates: ClassVar[bool] = True  # whether samples are independent by construction, so that none is measured again
 
     @abstractmethod
     def take(self, rows: Tensor, problem: FunctionProblem) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from equipoise.problem.layout import row_distances, row_norms, select
+from equipoise.problem.layout import row_distances, row_norms, scaled_row_norms, select
 from equipoise.problem.problem import AnyStructure, Problem, Structure
 
 
@@ -26,8 +26,16 @@ class State:
         """Return ||f(z) - z|| and ||f(z)|| per sample; inexact where squares underflow or overflow."""
         return row_distances(self.image, self.z), row_norms(self.image)
 
+    def scaled_norms(self) -> tuple[Tensor, Tensor]:
+        """Return :meth:`norms`, computed so that no square underflows or overflows."""
+        return scaled_row_norms(self.difference()), scaled_row_norms(self.image)
+
     def difference(self) -> Tensor:
         return self.image - self.z
+
+    def preferred(self) -> Tensor | None:
+        """Return which samples prefer this iterate to all before it; None prefers the lowest residual."""
+        return None
 
     def take(self, rows: Tensor) -> Self:
         """Return the state of the samples ``rows``; every tensor has the batch first."""
@@ -72,6 +80,10 @@ class Solver(ABC):
 
     def take(self, state: Any, rows: Tensor) -> Any:
         return state.take(rows)
+
+    def measured(self, problem: Problem, z: Tensor, image: Tensor, companion: Tensor | None) -> State:
+        """Return a state whose norms are those of ``z``, evaluated once more at the end."""
+        return State(z, image)
 
     def for_adjoint(self) -> "Solver":
         """Return the solver for the backward pass when the user specifies none."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from equipoise.problem.layout import relative_residual, scaled_row_norms, select, smallest_exact_norm, squares_fit
+from equipoise.problem.layout import relative_residual, select, smallest_exact_norm, squares_fit
 from equipoise.problem.problem import Problem
 from equipoise.solution import Result
 from equipoise.solvers.base import State
@@ -72,27 +72,40 @@ class Ledger:
             active = self.result == ACTIVE
             progress &= active
             uneventful |= ~active
-        if step < self.tolerance.max_steps and bool(uneventful.all()):
+        preferred = state.preferred()
+        if preferred is None and step < self.tolerance.max_steps and bool(uneventful.all()):
             # The common case, progress everywhere and no sample finished, is short: cheap functions notice it.
             self.improve(progress, residual, z, companion, everywhere=not self.finished)
             self.advance(progress, residual, step, everywhere=not self.finished)
         else:
             if not squares_fit(gap, scale):
-                gap, scale = scaled_row_norms(state.difference()), scaled_row_norms(state.image)
+                gap, scale = state.scaled_norms()
             residual = relative_residual(gap, scale)
-            self.settle(step, gap, scale, residual, z, companion)
+            self.settle(step, gap, scale, residual, z, companion, preferred)
         return residual, len(residual) - self.finished
 
     def settle(
-        self, step: int, gap: Tensor, scale: Tensor, residual: Tensor, z: Tensor, companion: Tensor | None
+        self,
+        step: int,
+        gap: Tensor,
+        scale: Tensor,
+        residual: Tensor,
+        z: Tensor,
+        companion: Tensor | None,
+        preferred: Tensor | None,
     ) -> None:
         """Determine which samples have finished, and how."""
         patience, last = self.tolerance.patience, step >= self.tolerance.max_steps
         active = self.result == ACTIVE
         usable = active & torch.isfinite(gap + scale)
         reached = usable & self.reached(gap, scale)
-        self.advance(usable & (residual < PROGRESS * self.mark), residual, step, everywhere=False)
-        better = usable & (residual < self.residual) | reached
+        progress = residual < PROGRESS * self.mark
+        if preferred is None:
+            better = usable & (residual < self.residual) | reached
+        else:
+            better = usable & preferred | reached
+            progress |= preferred
+        self.advance(usable & progress, torch.minimum(residual, self.mark), step, everywhere=False)
         result = self.result.masked_fill(reached, Result.CONVERGED)
         result.masked_fill_(active ^ usable, Result.NONFINITE)
         if self.rounded is not None:
@@ -124,15 +137,14 @@ class Ledger:
         self.mark = residual if everywhere else torch.where(where, residual, self.mark)
         self.since = torch.full_like(self.since, step) if everywhere else self.since.masked_fill(where, step)
 
-    def confirm(self, step: int, image: Tensor) -> tuple[int, bool]:
+    def confirm(self, step: int, state: State) -> tuple[int, bool]:
         """Replace the residuals by those measured at the best iterates of all samples together.
 
         Returns the number of samples that are no longer solved, and whether a recorded residual was wrong.
         """
-        state = State(self.best, image)
         gap, scale = state.norms()
         if not squares_fit(gap, scale):
-            gap, scale = scaled_row_norms(state.difference()), scaled_row_norms(image)
+            gap, scale = state.scaled_norms()
         residual, claimed = relative_residual(gap, scale), self.residual
         if self.rounded is None and bool((residual <= torch.add(self.floor, claimed, alpha=1.001)).all()):
             self.residual = residual  # no residual is larger than recorded

@@ -198,16 +198,19 @@ class Loop:
     def reopen(self) -> bool:
         """Evaluate f at all results together; return whether some samples are not solved and continue."""
         solver, book = self.solver, self.book
-        measured = self.ledger is book and book.best is self.value and not solver.recurrent
+        known = self.ledger is book and book.best is self.value and not solver.recurrent
         self.put_back()
-        # A single sample has no batch-mates, and they do not matter to a solver that sees the structure of f.
-        confirm = not self.inner and (solver.recurrent or (len(book.best) > 1 and not solver.needs))
-        if measured or not confirm:
+        # A single sample has no batch-mates, and they do not matter to a structure that separates the samples.
+        separate = len(book.best) == 1 or (solver.needs is not None and solver.needs.separates)
+        confirm = not self.inner and (solver.recurrent or not separate)
+        if known or not confirm:
             return False
         self.held.clear()
         self.value = None
         image, self.confirmed = self.finish(book.best), True
-        remaining, wrong = book.confirm(self.step, image)
+        remaining, wrong = book.confirm(
+            self.step, solver.measured(self.problem, book.best, image, book.companion)
+        )
         last = self.step >= self.tolerance.max_steps
         if wrong and self.mixing is None and (not solver.recurrent or last):
             self.mixing = mixes_samples(self.problem, book.best, image)

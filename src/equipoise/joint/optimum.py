@@ -1,0 +1,217 @@
+"""What :func:`equipoise.optimize_input` returns, how it is checked, and its diagnosis in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from equipoise.joint.problem import Joint
+from equipoise.joint.solvers import NEAR, JointSolver, automatic_size
+from equipoise.problem.layout import row_norms
+from equipoise.solution import Result, Statistics, tally
+from equipoise.solvers import Anderson
+from equipoise.solvers.loop import Solved, solve
+from equipoise.stability import spectral_radius
+from equipoise.tolerance import Tolerance
+
+EXAMINED = 8  # samples whose Jacobian is probed
+TIGHT = Tolerance(relative=1e-6, max_steps=200, patience=50)  # of z*(x), re-solved
+RISING = 0.3  # share of steps that raise the cost, above which the step of x is called too long
+
+
+class KKT(NamedTuple):
+    """Relative residuals of the conditions for an optimum, each of shape (batch,): of z, of mu and of x."""
+
+    z: Tensor
+    mu: Tensor
+    x: Tensor
+
+
+@dataclass
+class Check:
+    """The cost at z*(x), solved anew at the returned x, beside the cost that was reported at z."""
+
+    cost: Tensor
+    reported: Tensor
+    z: Any
+    converged: Tensor
+
+    @property
+    def error(self) -> Tensor:
+        """The difference of both costs, relative to the larger."""
+        size = torch.maximum(self.cost.abs(), self.reported.abs())
+        return (self.cost - self.reported).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)
+
+    def __str__(self) -> str:
+        return (
+            f"cost at z*(x): mean {self.cost.mean():.4g}, reported {self.reported.mean():.4g}; relative difference "
+            f"median {self.error.median():.1e}, worst {self.error.max():.1e}; z* solved for "
+            f"{int(self.converged.sum())} of {len(self.converged)} samples"
+        )
+
+
+@dataclass
+class Optimum:
+    """The outcome of :func:`equipoise.optimize_input`.
+
+    Attributes:
+        x: the optimised input, structured like ``x0``; always feasible.
+        z: the state at the last evaluation of x, structured like ``z0``; ``check`` solves z*(x) anew.
+        mu: the adjoint, structured like ``z0``: dl/dz (I - df/dz)^-1 at the optimum.
+        cost: (batch,) costs ``loss(z, x, *inputs)``.
+        kkt: relative residuals of z, mu and x; a sample has converged when all three are within the tolerance.
+        stats: :class:`~equipoise.Statistics`; ``residual`` is the largest of ``kkt``, ``products`` counts
+            vector-Jacobian products.
+        backward: statistics of the solve in the backward pass, filled once it has run.
+
+    Example:
+        >>> print(opt)
+        >>> opt.check()
+    """
+
+    x: Any
+    z: Any
+    mu: Any
+    cost: Tensor
+    kkt: KKT
+    stats: Statistics
+    backward: Statistics | None = None
+    solved: Solved | None = field(default=None, repr=False)
+    course: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)  # samples and their costs, per check
+
+    @property
+    def result(self) -> Tensor:
+        return self.stats.result
+
+    @property
+    def converged(self) -> Tensor:
+        return self.stats.converged
+
+    @property
+    def costs(self) -> Tensor:
+        """(checks, batch) costs of all iterates; a sample that has stopped repeats its last entry."""
+        rows = [self.cost.detach().new_full((len(self.result),), torch.nan)]
+        for samples, cost in self.course:
+            rows.append(rows[-1].index_copy(0, samples, cost.to(rows[-1].dtype)))
+        return torch.stack(rows[1:]) if self.course else rows[0].new_empty(0, len(self.result))
+
+    @property
+    def joint(self) -> Joint:
+        if self.solved is None:
+            raise ValueError("this Optimum no longer holds its f, because it was pickled or copied: use the original.")
+        joint = self.solved.problem.structure(Joint)
+        assert joint is not None
+        return joint
+
+    def check(self, tolerance: Tolerance = TIGHT) -> Check:
+        """Solve z*(x) anew at the returned x and return the true cost.
+
+        Args:
+            tolerance: tolerance of that solve.
+        """
+        joint, v = self.joint, self.at
+        inner = joint.inference(v)
+        with torch.no_grad():
+            z = v[:, joint.z]
+            solved = solve(inner, z, inner(z), Anderson(memory=8), tolerance)
+            there = torch.cat([solved.z, v[:, self.joint.n :]], dim=1)
+            cost = joint.costs(there)
+        return Check(cost, self.cost.detach(), inner.unpack(solved.z), solved.stats.converged)
+
+    @property
+    def at(self) -> Tensor:
+        """The rows (z, mu, x) of the optimum."""
+        assert self.solved is not None
+        return self.solved.z
+
+    def findings(self) -> tuple[list[str], Tensor, Tensor | None]:
+        """Return what :func:`equipoise.diagnose` says: findings, the samples examined, their spectral radii."""
+        stats, joint, v = self.stats, self.joint, self.at
+        failed = ~stats.converged
+        samples = (failed if bool(failed.any()) else ~failed).nonzero().squeeze(1)[:EXAMINED]
+        if not len(stats.result):
+            return ["An empty batch: nothing was optimised."], samples, None
+        failures = stats.failures()
+        blocks = ", ".join(f"{name} {float(r.max()):.1e}" for name, r in zip(KKT._fields, self.kkt, strict=True))
+        if failures:
+            found = [f"{int(failed.sum())} of {failed.numel()} samples failed ({tally(failures)}): worst {blocks}."]
+        else:
+            found = [f"All {failed.numel()} samples converged in {int(stats.steps.max())} steps or fewer: {blocks}."]
+        if Result.NONFINITE in failures:
+            found.append(
+                "f, the loss or a gradient is NaN or infinite along the path of some samples: shorten the step of x, "
+                "constrain x, or look for division, log and exp in f and in the loss."
+            )
+            return found, samples, None
+        found += self.rising()
+        narrow = joint.problem.take(samples) if joint.problem.gatherable else joint.problem
+        rows = v[samples] if joint.problem.gatherable else v
+        part = narrow.structure(Joint)
+        assert part is not None
+        with torch.no_grad():
+            at = part.evaluate(rows)
+        radius = spectral_radius(part.inference(rows), rows[:, joint.z])
+        if float(radius.max()) >= 1:
+            found.append(
+                f"f is not contractive at the optimum: the spectral radius of df/dz is about {float(radius.max()):.2f}. "
+                "Raise the damping of z and mu, keep more memory, or make f contractive (SpectralNorm, "
+                "jacobian_penalty)."
+            )
+        if joint.constraint is not None and self.solved is not None and self.solved.companion is not None:
+            scale = self.solved.companion[samples] if joint.problem.gatherable else self.solved.companion
+            aim = rows[:, joint.x] - automatic_size(scale)[:, None] * at.gradient
+            active = (part.project(aim) != aim).any(dim=1)
+            if bool(active.any()):
+                found.append(
+                    f"The constraint is active for {int(active.sum())} of the {len(active)} samples examined: a larger "
+                    "set would allow a lower cost."
+                )
+        check = self.check()
+        worst = float(check.error.max())
+        if worst > NEAR:
+            found.append(
+                f"The cost at z differs from that at z*(x) by up to {worst:.0%}: x is stationary for the relaxed "
+                "problem at best, not for the true one. Tighten the tolerance or allow more steps; check() gives the "
+                "true cost."
+            )
+        else:
+            found.append(f"The cost at z agrees with that at z*(x), solved anew, to {worst:.1e}.")
+        return found, samples, radius
+
+    def rising(self) -> list[str]:
+        costs = self.costs.double()
+        if len(costs) < 5:
+            return []
+        last = costs[-max(len(costs) // 2, 4) :]
+        rises = float((last.diff(dim=0) > 1e-6 * last[:-1].abs()).double().mean())
+        excess = float((costs[-1] - costs.nan_to_num(torch.inf).amin(dim=0)).mean())
+        scale = float((costs[0] - costs.nan_to_num(torch.inf).amin(dim=0)).abs().mean())
+        if rises > RISING and excess > 0.1 * scale:
+            return [
+                f"The step of x is too long: the cost rose in {rises:.0%} of the later steps, and ended above the "
+                "lowest one. Use step_size='auto', or a shorter step."
+            ]
+        return []
+
+    def __str__(self) -> str:
+        if not len(self.result):
+            return str(self.stats)
+        blocks = ", ".join(f"{name} {float(r.median()):.1e}" for name, r in zip(KKT._fields, self.kkt, strict=True))
+        failures = self.stats.failures()
+        outcome = f"{tally(failures)}: {next(iter(failures)).message}" if failures else "every sample is optimal"
+        return (
+            f"{self.stats}\ncost median {self.cost.detach().median():.4g}, worst {self.cost.detach().max():.4g}; "
+            f"KKT residuals {blocks}\n{outcome}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "solved": None}  # f may be a closure, which does not pickle
+
+
+def solver_of(optimum: Optimum) -> JointSolver:
+    assert optimum.solved is not None
+    assert isinstance(optimum.solved.solver, JointSolver)
+    return optimum.solved.solver

@@ -1,0 +1,139 @@
+"""The joint problem in v = (z, mu, x): its map, its cost, and what solvers see of it.
+
+The Lagrangian of min l(z, x) subject to z = f(z, x) is L = l(z, x) + mu^T (f(z, x) - z) (eq. 13). Its stationary points
+are the fixed points of F(z, mu, x) = (f, J_z^T mu + dl/dz, x - g), g = J_x^T mu + dl/dx (eq. 10 and 14): inference, the
+adjoint of inference, and the input. One evaluation is one f, one loss, and one vector-Jacobian product of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.joint.constraints import Constraint
+from equipoise.problem.layout import leaves, rebuild
+from equipoise.problem.problem import AnyStructure, FunctionProblem, Structure
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [tensor for _, tensor in leaves(value, "value")]
+
+
+class JointFunction:
+    """F of an f and a loss; shows its structure, :class:`Joint`, to solvers.
+
+    Args:
+        inner: the problem z = f(z, x0, *inputs).
+        loss: function ``loss(z, x, *inputs) -> (batch,)``.
+        constraint: constraint on x, fitted to its rows; None for any x.
+        select: name of the rule that selects the iterate to return.
+    """
+
+    def __init__(
+        self, inner: FunctionProblem, loss: Callable[..., Tensor], constraint: Constraint | None, select: str
+    ):
+        self.inner, self.loss, self.constraint, self.select = inner, loss, constraint, select
+
+    def __call__(self, v: Any, *inputs: Any) -> Any:
+        (image, adjoint, descent), _ = self.with_cost(v, *inputs)
+        return image, adjoint, rebuild(descent, [x + d for x, d in zip(tensors(v[2]), tensors(descent), strict=True)])
+
+    def with_cost(self, v: Any, *inputs: Any) -> tuple[Any, Tensor]:
+        """Return (f, J_z^T mu + dl/dz, -g) and the cost of each sample, without a graph."""
+        z, mu, x = v
+        with torch.enable_grad():
+            z, x = (rebuild(part, [t.detach().requires_grad_() for t in tensors(part)]) for part in (z, x))
+            image, cost = self.inner.f(z, x, *inputs), self.loss(z, x, *inputs)
+            outputs = [t.to(u.dtype) for t, u in zip(tensors(image), tensors(mu), strict=True)] + [cost]
+        at, cotangents = tensors((z, x)), [*tensors(mu), torch.ones_like(cost)]
+        paths = [(out, u) for out, u in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        products = [None] * len(at)
+        if paths:
+            outputs, cotangents = zip(*paths, strict=True)
+            products = torch.autograd.grad(outputs, at, cotangents, allow_unused=True)
+        products = [torch.zeros_like(t) if product is None else product for product, t in zip(products, at, strict=True)]
+        adjoint, gradient = rebuild((z, x), products)
+        image, descent = (
+            rebuild(part, [change(t) for t in tensors(part)])
+            for part, change in ((image, Tensor.detach), (gradient, Tensor.neg))
+        )
+        return (image, adjoint, descent), cost.detach()
+
+    def structure(self, kind: type[AnyStructure], problem: FunctionProblem) -> AnyStructure | None:
+        return Joint(self, problem, self.inner, self.constraint) if kind is Joint else None  # type: ignore[return-value]
+
+
+class JointProblem(FunctionProblem):
+    """v = F(v) on rows (z, mu, x)."""
+
+    @property
+    def coarse(self) -> bool:
+        return False  # solvers round iterates before they evaluate them
+
+    @classmethod
+    def of(cls, function: JointFunction, z: Any, x: Any, inputs: tuple[Any, ...]) -> JointProblem:
+        inner = function.inner
+        mu = rebuild(z, [torch.zeros_like(t) for t in tensors(z)])
+        problem = cls(function, (z, mu, x), inputs, inner.samples, coupled=False)
+        problem.scope, problem.autocast, problem.known_impure = inner.scope, inner.autocast, inner.known_impure
+        for leaf, other in zip(problem.layout.leaves, 2 * inner.layout.leaves, strict=False):
+            leaf.permutation = other.permutation
+        return problem
+
+
+class Joint(Structure):
+    """What joint solvers see of a problem: the blocks of v, the gradient and the cost, the constraint on x, and f."""
+
+    requirement = "the joint problem of equipoise.optimize_input"
+    separates = False
+
+    def __init__(
+        self, function: JointFunction, problem: FunctionProblem, inner: FunctionProblem, constraint: Constraint | None
+    ):
+        self.function, self.problem, self.inner, self.constraint = function, problem, inner, constraint
+        self.costed = problem.replaced(f=function.with_cost)
+        self.n = sum(leaf.numel for leaf in inner.layout.leaves)  # v = (z, mu, x) has n + n + d columns
+        self.z, self.mu, self.x = slice(0, self.n), slice(self.n, 2 * self.n), slice(2 * self.n, None)
+
+    def take(self, rows: Tensor, problem: FunctionProblem) -> Joint:
+        constraint = None if self.constraint is None else self.constraint.take(rows)
+        return Joint(self.function, problem, self.inner.take(rows), constraint)
+
+    def evaluate(self, v: Tensor) -> Evaluation:
+        """Return F and its parts at ``v``: one f, one loss, one vector-Jacobian product."""
+        parts, cost = self.costed.evaluate(self.problem.unpack(v))
+        self.problem.count.products += 1
+        image = self.problem.pack(parts)
+        gap = image.clone()
+        gap[:, : 2 * self.n] -= v[:, : 2 * self.n]
+        gradient = -gap[:, self.x]  # exact, where a difference of images would cancel
+        image[:, self.x] += v[:, self.x]
+        return Evaluation(image, gap, gradient, cost.to(v.dtype))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the nearest feasible rows of x."""
+        return x if self.constraint is None else self.constraint.project(x)
+
+    def inference(self, v: Tensor) -> FunctionProblem:
+        """Return the problem z = f(z, x) at the x of ``v``."""
+        x = self.problem.unpack(v)[2]
+        return self.inner.replaced(inputs=(x, *self.problem.inputs), structures={}, count=self.problem.count)
+
+    def costs(self, v: Tensor) -> Tensor:
+        """Return the cost of each sample at ``v``."""
+        z, _, x = self.problem.unpack(v)
+        return self.problem.in_scope(self.function.loss, z, x, *self.problem.inputs)
+
+
+@dataclass
+class Evaluation:
+    """F at v, in rows."""
+
+    image: Tensor  # F(v)
+    gap: Tensor  # F(v) - v: the x-block is -g
+    gradient: Tensor  # g = dL/dx
+    cost: Tensor

@@ -1,0 +1,482 @@
+"""Joint solvers: one iteration on v = (z, mu, x), with safeguards, and how its iterates are measured and selected.
+
+A solver proposes the next v; :class:`JointSolver` projects its x, evaluates it once, measures each block, and notes
+which samples prefer it to all iterates before. The loop is :mod:`equipoise.solvers.loop`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.joint.problem import Evaluation, Joint
+from equipoise.joint.steps import InputStep, Moments, as_step
+from equipoise.options import is_number, option, options, require
+from equipoise.problem.layout import relative_residual, row_norms, select
+from equipoise.problem.problem import DerivedProblem, Problem
+from equipoise.solvers import Anderson, Broyden, Picard, Solver
+from equipoise.solvers.base import State
+
+NEGLIGIBLE = 1e-3  # a block that has shrunk to this fraction of its largest norm counts as zero, not as inexact
+NEAR = 0.1  # residual of z below which the cost of an iterate is trusted
+EARLY = 10  # number of iterates that the paper's code accepts unconditionally
+SLACK = 1.3  # growth of the residual that the paper's code accepts for a lower cost
+NUDGE = 1e-3  # change of f, relative to its norm, by which the first radius is measured
+HALF = 0.5  # change of f, relative to its norm, that the first radius allows
+SCALES = 4  # columns of JointState.scale
+GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
+RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
+SELECT = ("feasible-cost", "residual", "last", "paper")
+
+
+@dataclass
+class JointState(State):
+    """An iterate v with its image F(v), what is known of it, and what the solver remembers.
+
+    Tensors have the batch first; ``kkt`` holds the relative residuals of z, mu and x.
+    """
+
+    gap: Tensor  # F(v) - v; where the constraint acts, its x-block is the gradient mapping (P(x - b g) - x) / b
+    gradient: Tensor  # g
+    cost: Tensor
+    kkt: Tensor  # (batch, 3)
+    scale: Tensor  # (batch, 4): radius R, sum of |g|^2, largest norms of the images of z and mu
+    origin: Tensor  # first x
+    size: Tensor  # b: step size of x; 0 while it is unknown
+    by: Tensor  # next move of x, projected
+    better: Tensor  # which samples prefer this iterate
+    kept: Tensor  # (batch, 3): score, residual, and whether z was near f, of the preferred iterate
+    moments: Moments  # of the step rule, after this move
+    memory: Any  # of the solver
+    seen: int  # number of steps so far
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        residual = self.kkt.amax(dim=1)
+        return residual, torch.ones_like(residual)
+
+    scaled_norms = norms
+
+    def preferred(self) -> Tensor:
+        return self.better
+
+    def take(self, rows: Tensor) -> JointState:
+        taken = super().take(rows)
+        moments = tuple(select(moment, rows) for moment in self.moments)
+        memory = None if self.memory is None else self.memory.take(rows)
+        return dataclasses.replace(taken, moments=moments, memory=memory)
+
+
+class JointSolver(Solver):
+    """A solver of the joint problem; subclasses implement :meth:`propose`."""
+
+    needs = Joint
+
+    @property
+    @abstractmethod
+    def rule(self) -> InputStep:
+        """The step rule of x."""
+
+    @abstractmethod
+    def propose(self, joint: Joint, state: JointState) -> tuple[Tensor, Any]:
+        """Return the next v, whose x need not be feasible, and the memory of the solver."""
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> JointState:
+        joint = self.structure(problem, Joint)
+        return self.arrive(joint, z, joint.evaluate(z), None, self.rule.init(z[:, joint.x]), None)
+
+    def step(self, problem: Problem, state: JointState) -> JointState:
+        joint = self.structure(problem, Joint)
+        v, memory = self.propose(joint, state)
+        v[:, joint.x] = joint.project(v[:, joint.x])
+        v = rounded(joint, v)
+        at = joint.evaluate(v)
+        lost = ~finite_rows(at.gap)
+        if bool(lost.any()):
+            # A step too far for f: stay at x, and move the others half as far as a plain step would.
+            shorter = state.z.clone()
+            shorter[:, : 2 * joint.n] += 0.25 * state.gap[:, : 2 * joint.n]
+            v = torch.where(lost[:, None], shorter, v)
+            at = joint.evaluate(v)
+            if memory is not None:
+                memory = memory.forget(lost)
+        return self.arrive(joint, v, at, state, state.moments, memory)
+
+    def arrive(
+        self, joint: Joint, v: Tensor, at: Evaluation, before: JointState | None, moments: Moments, memory: Any
+    ) -> JointState:
+        """Return the state at ``v``, measured."""
+        x = v[:, joint.x]
+        energy, peak = at.gradient.square().sum(dim=1), image_norms(joint, at.image)
+        if before is None:
+            seen, origin, radius = 0, x, torch.zeros_like(energy)
+        else:
+            seen, origin = before.seen + 1, before.origin
+            radius, earlier = before.scale[:, 0], before.scale[:, 1]
+            energy = energy + earlier
+            peak = torch.maximum(peak, before.scale[:, 2:])
+            if seen == 1:
+                radius = first_radius(joint, v, at)
+            radius = torch.maximum(radius, row_norms(x - origin))
+        scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
+        automatic = automatic_size(scale)
+        move = self.rule.move(at.gradient, automatic, seen, moments)
+        size = torch.zeros_like(automatic) if move.size is None else move.size
+        by, gap = move.by, at.gap
+        if joint.constraint is not None:
+            aim = x + by
+            reached = joint.project(aim)
+            acts = (reached != aim).any(dim=1, keepdim=True)
+            by = torch.where(acts, reached - x, by)
+            if move.size is not None:
+                mapped = torch.where(acts & (size > 0)[:, None], by / size[:, None], gap[:, joint.x])
+                gap = torch.cat([gap[:, : 2 * joint.n], mapped], dim=1)
+        kkt = residuals(joint, v, at.image, at.gradient, scale)
+        better, kept = prefer(joint.function.select, kkt, at.cost, before, seen)
+        return JointState(
+            v, at.image, gap, at.gradient, at.cost, kkt, scale, origin, size, by, better, kept, move.moments, memory, seen
+        )
+
+    def companion(self, state: JointState) -> Tensor:
+        return torch.cat([state.scale, state.kkt], dim=1)
+
+    def measured(self, problem: Problem, z: Tensor, image: Tensor, companion: Tensor | None) -> Measured:
+        assert companion is not None
+        joint = self.structure(problem, Joint)
+        kkt = residuals(joint, z, image, z[:, joint.x] - image[:, joint.x], companion[:, :SCALES])
+        return Measured(z, image, kkt)
+
+
+@dataclass
+class Measured(State):
+    """An iterate with the relative residuals of its blocks."""
+
+    kkt: Tensor
+
+    norms = JointState.norms
+    scaled_norms = JointState.norms
+
+
+def rounded(joint: Joint, v: Tensor) -> Tensor:
+    """Return iterates as f sees them: values may have fewer digits than rows."""
+    return joint.problem.pack(joint.problem.unpack(v)) if joint.problem.layout.coarse else v
+
+
+def finite_rows(rows: Tensor) -> Tensor:
+    return torch.isfinite(rows.sum(dim=1))  # ten times faster than isfinite(rows).all(dim=1)
+
+
+def automatic_size(scale: Tensor) -> Tensor:
+    """Return R / sqrt(sum of |g|^2), 0 where both are 0."""
+    return scale[:, 0] / scale[:, 1].sqrt().clamp(min=torch.finfo(scale.dtype).tiny)
+
+
+def image_norms(joint: Joint, image: Tensor) -> Tensor:
+    """Return the norms of f and of J_z^T mu + dl/dz."""
+    return torch.stack([row_norms(image[:, joint.z]), row_norms(image[:, joint.mu])], dim=1)
+
+
+def residuals(joint: Joint, v: Tensor, image: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return the (batch, 3) relative residuals of z, mu and x, which do not depend on the units of anything.
+
+    z and mu are relative to their images, x is the projected automatic step relative to R. A block that tends to zero,
+    such as the mu of a loss that vanishes at the optimum, is relative to a small part of its largest image.
+    """
+    images = torch.maximum(image_norms(joint, image), NEGLIGIBLE * scale[:, 2:])
+    gaps = torch.stack([row_norms((image - v)[:, block]) for block in (joint.z, joint.mu)], dim=1)
+    if joint.constraint is None:
+        moved, reach = row_norms(gradient), scale[:, 1].sqrt()
+    else:
+        x = v[:, joint.x]
+        size = automatic_size(scale)
+        moved, reach = row_norms(joint.project(x - size[:, None] * gradient) - x), scale[:, 0]
+        first = scale[:, 0] == 0  # no radius yet
+        moved, reach = (torch.where(first, a, b) for a, b in ((row_norms(gradient), moved), (scale[:, 1].sqrt(), reach)))
+    return relative_residual(torch.cat([gaps, moved[:, None]], dim=1), torch.cat([images, reach[:, None]], dim=1))
+
+
+def first_radius(joint: Joint, v: Tensor, at: Evaluation) -> Tensor:
+    """Return R: how far x may move along -g until f changes by half its norm, by one evaluation of f.
+
+    |J_x u| >= |g| / |mu| along u = g / |g| (where the loss does not depend on x) bounds how far to probe.
+    """
+    x, g = v[:, joint.x], row_norms(at.gradient)
+    images = image_norms(joint, at.image)
+    usable = (images[:, 0] > 0) & torch.isfinite(images[:, 0])
+    # From z = 0 with f = 0 there is no norm to compare with: take how far the loss would move z to vanish.
+    norm = torch.where(usable, images[:, 0], at.cost.abs() / images[:, 1])
+    along = at.gradient / g[:, None]
+    probe = NUDGE * norm * row_norms(v[:, joint.mu]) / g
+    probe = torch.where(torch.isfinite(probe) & (probe > 0), probe, NUDGE * (1 + row_norms(x)))
+    nudged = v.clone()
+    nudged[:, joint.x] = joint.project(x - probe[:, None] * torch.nan_to_num(along))
+    length = row_norms(nudged[:, joint.x] - x)
+    change = row_norms(joint.inference(nudged)(v[:, joint.z]) - at.image[:, joint.z])
+    radius = HALF * norm * length / change
+    for fallback in (at.cost.abs() / g, row_norms(x), torch.ones_like(g)):  # f does not depend on x along g
+        radius = torch.where(torch.isfinite(radius) & (radius > 0), radius, fallback)
+    if joint.constraint is not None:
+        radius = torch.minimum(radius, torch.as_tensor(joint.constraint.reach(), dtype=v.dtype, device=v.device))
+    return radius
+
+
+def prefer(rule: str, kkt: Tensor, cost: Tensor, before: JointState | None, seen: int) -> tuple[Tensor, Tensor]:
+    """Return which samples prefer this iterate, and the score, residual and nearness of what each prefers now."""
+    residual = kkt[:, 0] if rule == "feasible-cost" else kkt.amax(dim=1)
+    near = residual < NEAR
+    if before is None:
+        return torch.ones_like(near), torch.stack([cost, residual, near.to(cost.dtype)], dim=1)
+    least, lowest, was_near = before.kept.unbind(dim=1)
+    if rule == "feasible-cost":  # the least cost at a z that is near f; until there is one, the nearest z
+        better = torch.where(near, (was_near == 0) | (cost < least), (was_near == 0) & (residual < lowest))
+    elif rule == "residual":
+        better = residual < lowest
+    elif rule == "last":
+        better = torch.ones_like(near)
+    else:  # a lower cost is accepted at a slightly larger residual, which then is not the new mark
+        closer = (residual < lowest) | (seen < EARLY)
+        better = closer | ((cost < least) & (residual < SLACK * lowest))
+        lowest = torch.where(closer, residual, lowest)
+        residual = lowest
+    now = torch.stack([cost, residual, near.to(cost.dtype)], dim=1)
+    return better, torch.where(better[:, None], now, before.kept)
+
+
+def check_joint(solver: Any) -> None:
+    """Check the options that joint solvers share."""
+    pair = solver.damping
+    valid = isinstance(pair, tuple) and len(pair) == 2 and all(is_number(d, at_least=0.0, below=1.0) for d in pair)
+    if not valid:
+        raise ValueError(
+            f"{type(solver).__name__}.damping is {pair!r}; it must be two numbers in [0, 1), for z and for mu, such as "
+            "(0.2, 0.6); 0 is the plain step."
+        )
+    as_step(solver.step_size, type(solver).__name__)
+
+
+@dataclass
+class History:
+    """The last differences of iterates and gaps of each sample, and their products in each block."""
+
+    moves: Tensor  # (batch, memory, 2 n + d)
+    changes: Tensor  # of gaps
+    products: Tensor  # (batch, 3, memory, memory): moves_i . changes_j (type I), changes_i . changes_j (type II)
+    v: Tensor  # the last iterate, its gap and its largest residual
+    gap: Tensor
+    residual: Tensor
+    seen: int  # number of differences so far
+
+    @classmethod
+    def empty(cls, state: JointState, memory: int) -> History:
+        moves, changes = state.z.new_zeros(2, len(state.z), memory, state.z.shape[1])
+        products = state.z.new_zeros(len(state.z), 3, memory, memory)
+        return cls(moves, changes, products, state.z, state.gap, state.kkt.amax(dim=1), 0)
+
+    def take(self, rows: Tensor) -> History:
+        tensors = (self.moves, self.changes, self.products, self.v, self.gap, self.residual)
+        return History(*(select(t, rows) for t in tensors), self.seen)
+
+    def forget(self, where: Tensor) -> History:
+        """Drop the differences of some samples: zeros have no effect."""
+        where = where[:, None, None]
+        self.moves.masked_fill_(where, 0.0)
+        self.changes.masked_fill_(where, 0.0)
+        self.products.masked_fill_(where[..., None], 0.0)
+        return self
+
+
+@options
+class JointAnderson(JointSolver):
+    """Anderson acceleration of the joint iteration, with blocks weighted by their own sizes: nothing to tune.
+
+    With S, Y the differences of v and of gaps G = F(v) - v over the last ``memory`` steps, gamma solves
+    S^T W Y gamma = S^T W G (type I) or Y^T W Y gamma = Y^T W G (type II), and the next iterate is
+    v - S gamma + D (G - Y gamma), with D = (1 - damping, step size of x). The weights W of the blocks are
+    1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
+    the loss nor those of x matter. A step is shortened to move x by at most R; x is projected after extrapolation; a
+    step that is not finite becomes a damped one at the same x, and a sample whose residual grows tenfold starts a new
+    history.
+
+    Args:
+        memory: number of differences kept.
+        kind: type, 1 or 2; type I converges faster here (the paper's figure 4).
+        damping: of z and mu: the weight of the current iterate; 0 is the plain step.
+        step_size: step size of x: "auto", a number, or a rule such as ``NormalizedStep(0.1)``.
+        extrapolate_x: whether x is extrapolated as well; None as suits the rule: x is for "auto" and constant steps,
+            and moves by the rule alone for normalized steps, momentum and Adam.
+
+    Example:
+        >>> eq.optimize_input(f, loss, x0, z0, target, solver=eq.JointAnderson(memory=5, step_size=0.01))
+
+    Reference: S. Gurumurthy et al. (2021), eq. 11 and appendix A.2; H. Fang and Y. Saad (2009).
+    """
+
+    memory: int = option(default=8, at_least=1, whole=True)
+    kind: int = option(default=1, among=(1, 2))
+    damping: tuple[float, float] = (0.2, 0.6)
+    step_size: InputStep | float | str = "auto"
+    extrapolate_x: bool | None = option(default=None, kind=bool, optional=True)
+
+    def __post_init__(self) -> None:
+        check_joint(self)
+
+    @property
+    def rule(self) -> InputStep:
+        return as_step(self.step_size, "JointAnderson")
+
+    @property
+    def joins(self) -> bool:
+        return self.rule.joins if self.extrapolate_x is None else self.extrapolate_x
+
+    def propose(self, joint: Joint, state: JointState) -> tuple[Tensor, History]:
+        n, gap = joint.n, state.gap
+        history = state.memory
+        step = gap.clone()
+        if history is None:
+            history = History.empty(state, self.memory)
+        else:
+            gamma = self.coefficients(joint, state, history)[:, None]
+            filled = min(history.seen, self.memory)
+            step = torch.baddbmm(step[:, None], gamma, history.changes[:, :filled], alpha=-1)[:, 0]
+        step[:, :n] *= 1 - self.damping[0]
+        step[:, n : 2 * n] *= 1 - self.damping[1]
+        step[:, joint.x] *= state.size[:, None]
+        if history.seen:
+            step = torch.baddbmm(step[:, None], gamma, history.moves[:, :filled], alpha=-1)[:, 0]
+        if not self.joins:
+            step[:, joint.x] = state.by
+        length = row_norms(step[:, joint.x])
+        share = (state.scale[:, 0] / length).clamp_(max=1.0)
+        share = torch.where(length > 0, share, 1.0)
+        plain = ~finite_rows(step)
+        v = torch.addcmul(state.z, share[:, None], step)
+        if bool(plain.any()):
+            damped = state.z.clone()
+            damped[:, :n] += (1 - self.damping[0]) * gap[:, :n]
+            damped[:, n : 2 * n] += (1 - self.damping[1]) * gap[:, n : 2 * n]
+            v = torch.where(plain[:, None], damped, v)
+        return v, history
+
+    def coefficients(self, joint: Joint, state: JointState, history: History) -> Tensor:
+        """Return gamma, after entering the newest differences."""
+        residual = state.kkt.amax(dim=1)
+        grew = residual > GROWTH * history.residual
+        if bool(grew.any()):
+            history.forget(grew)
+        new = history.seen % self.memory
+        history.seen += 1
+        filled = min(history.seen, self.memory)
+        torch.sub(state.z, history.v, out=history.moves[:, new])
+        torch.sub(state.gap, history.gap, out=history.changes[:, new])
+        history.v, history.gap, history.residual = state.z, state.gap, residual
+        left = history.moves if self.kind == 1 else history.changes
+        newest = torch.stack([history.changes[:, new], state.gap], dim=1)
+        rights = []
+        for i, block in enumerate((joint.z, joint.mu, joint.x)[: 3 if self.joins else 2]):
+            columns = torch.bmm(newest[:, :, block], left[:, :filled, block].mT)
+            history.products[:, i, :filled, new] = columns[:, 0]
+            rights.append(columns[:, 1])
+            if self.kind == 1:
+                columns = torch.bmm(left[:, new, None, block], history.changes[:, :filled, block].mT)
+            history.products[:, i, new, :filled] = columns[:, 0]
+        weights = block_weights(joint, state)[:, : len(rights), None]
+        system = (weights[..., None] * history.products[:, : len(rights), :filled, :filled]).sum(dim=1)
+        right = (weights * torch.stack(rights, dim=1)).sum(dim=1)
+        diagonal = system.diagonal(dim1=1, dim2=2)
+        diagonal.mul_(1 + RIDGE).add_(diagonal == 0)
+        solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
+        return solution[:, :, 0].masked_fill_((failed != 0)[:, None], torch.nan)
+
+
+def block_weights(joint: Joint, state: JointState) -> Tensor:
+    """Return the weights of z, mu and x in inner products."""
+    tiny = torch.finfo(state.z.dtype).tiny
+    images = image_norms(joint, state.image).square().clamp(min=tiny).reciprocal()
+    inputs = state.size / state.scale[:, 0].square().clamp(min=tiny)
+    return torch.cat([images, inputs[:, None]], dim=1)
+
+
+@options
+class JointIteration(JointSolver):
+    """The joint iteration of eq. 11, accelerated by any solver of the core that works with values of F alone.
+
+    ``JointIteration()`` is the plain joint iteration, and ``JointIteration(eq.Anderson(memory=20, kind=1),
+    damping=(0.2, 0.4), step_size=0.01)`` the paper's method.
+
+    Args:
+        solver: ``Picard()`` for no acceleration, ``Anderson(kind=1 or 2)``, or ``Broyden()``.
+        damping: of z and mu: the weight of the current iterate; 0 is the plain step.
+        step_size: step size of x, as for :class:`JointAnderson`.
+
+    Example:
+        >>> eq.optimize_input(f, loss, x0, z0, target, solver=eq.JointIteration(eq.Broyden(), step_size=0.01))
+    """
+
+    solver: Solver = option(default=Picard(), kind=Solver)
+    damping: tuple[float, float] = (0.2, 0.4)
+    step_size: InputStep | float | str = "auto"
+
+    def __post_init__(self) -> None:
+        check_joint(self)
+        single = isinstance(self.solver, Picard | Anderson) or (
+            isinstance(self.solver, Broyden) and not self.solver.line_search
+        )
+        if not single:
+            raise TypeError(
+                f"JointIteration.solver is {self.solver!r}; it must evaluate F once per step: Picard, Anderson, or "
+                "Broyden without a line search."
+            )
+
+    @property
+    def rule(self) -> InputStep:
+        return as_step(self.step_size, "JointIteration")
+
+    def init(self, problem: Problem, z: Tensor, image: Tensor) -> JointState:
+        state = super().init(problem, z, image)
+        inner = self.solver.init(problem, z, self.damped(state))
+        return dataclasses.replace(state, memory=Inner(self.solver, inner))
+
+    def step(self, problem: Problem, state: JointState) -> JointState:
+        damped = Damped(self, self.structure(problem, Joint), state)
+        inner = self.solver.step(damped, state.memory.state)
+        return dataclasses.replace(damped.state, memory=Inner(self.solver, inner))
+
+    def propose(self, joint: Joint, state: JointState) -> tuple[Tensor, Any]:
+        raise NotImplementedError  # the core solver proposes, in its step
+
+    def damped(self, state: JointState) -> Tensor:
+        """Return the image of ``state`` under the damped and projected map (eq. 11)."""
+        n = (state.z.shape[1] - state.by.shape[1]) // 2
+        shares = (1 - self.damping[0], 1 - self.damping[1])
+        moves = [share * state.gap[:, i * n : (i + 1) * n] for i, share in enumerate(shares)]
+        return state.z + torch.cat([*moves, state.by], dim=1)
+
+
+@dataclass
+class Inner:
+    """The state of a core solver inside a joint one."""
+
+    solver: Solver
+    state: State
+
+    def take(self, rows: Tensor) -> Inner:
+        return Inner(self.solver, self.solver.take(self.state, rows))
+
+
+class Damped(DerivedProblem):
+    """The damped map as a core solver sees it; keeps the state at its last argument."""
+
+    def __init__(self, solver: JointIteration, joint: Joint, before: JointState):
+        super().__init__(joint.problem, joint.problem.count)
+        self.solver, self.joint, self.state = solver, joint, before
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        joint, before = self.joint, self.state
+        v = torch.cat([rows[:, : 2 * joint.n], joint.project(rows[:, joint.x])], dim=1)
+        v = rounded(joint, v)
+        self.state = self.solver.arrive(joint, v, joint.evaluate(v), before, before.moments, None)
+        return self.solver.damped(self.state)
