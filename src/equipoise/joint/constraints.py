@@ -14,13 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from equipoise.joint.rounding import Device, Grid, attached, norms, require_constant, wide
 from equipoise.options import is_number, options, require_number
-from equipoise.problem.layout import Layout, largest_entries, leaves, outline, powers_of_two, same_nesting, select
+from equipoise.problem.layout import Layout, largest_entries, leaves, select
 
-Device = torch.device | str | None
 ACTIVE = 1e-5  # relative distance to a round boundary within which a point is on it
-SHRINKAGE = 1e-6  # fraction by which the parts of an intersection are shrunk first
-SWEEPS = 1000  # limit on the sweeps of Dykstra's algorithm
+ACCURACY = 1e-6  # relative, to which a function of the user has to reproduce its own results
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Constraint(ABC):
         >>> eq.L2Ball(1.0)(x)
     """
 
-    grid: "Grid"  # set by ``fitted``, which the methods on rows require
+    grid: Grid  # set by ``fitted``, which the methods on rows require
 
     def __call__(self, x: Any) -> Any:
         """Return the nearest allowed x, structured like x and in its dtypes."""
@@ -57,7 +56,7 @@ class Constraint(ABC):
         return self.replaced(grid=grid, **self.fit(grid))
 
     @abstractmethod
-    def fit(self, grid: "Grid") -> dict[str, Any]:
+    def fit(self, grid: Grid) -> dict[str, Any]:
         """Return the attributes of the fitted copy. All tensors among them have the batch, or 1, first."""
 
     @abstractmethod
@@ -74,10 +73,8 @@ class Constraint(ABC):
 
     def project(self, rows: Tensor) -> Tensor:
         """Return the nearest allowed rows, rounded inward. Allowed rows stay unchanged, and NaN stays NaN."""
-        nearest = self.nearest(rows)
-        with torch.no_grad():
-            value = torch.where(self.holds(rows), rows, self.settle(nearest))
-        return attached(value, nearest)
+        nearest, given = self.nearest(rows), rows.detach()
+        return attached(torch.where(self.holds(given), given, self.settle(nearest.detach())), nearest)
 
     def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent | None:
         """Return the tangent at allowed rows, given the gradient of the cost; None: differentiate ``project`` instead.
@@ -102,79 +99,6 @@ class Constraint(ABC):
         return changed
 
 
-class Grid:
-    """The numbers that x can hold, each leaf in its own dtype, as rows of the layout's dtype."""
-
-    def __init__(self, layout: Layout, batch: int, device: Device):
-        self.layout, self.batch, self.device, self.dtype = layout, batch, device, layout.dtype
-        self.widths = [leaf.numel for leaf in layout.leaves]
-        self.kinds = [leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype for leaf in layout.leaves]
-        self.eps = torch.finfo(self.dtype).eps
-        self.coarsest = max(torch.finfo(kind).eps for kind in self.kinds)
-
-    def by_leaf(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """Return ``function(dtype, *columns)`` of the columns of every leaf, side by side in the dtype of rows."""
-        if len(set(self.kinds)) == 1:
-            return function(self.kinds[0], *rows)
-        columns = zip(*(entry.split(self.widths, dim=1) for entry in rows), strict=True)
-        return torch.cat([function(kind, *parts) for kind, parts in zip(self.kinds, columns, strict=True)], dim=1)
-
-    def rounded(self, rows: Tensor, toward: float | None = None) -> Tensor:
-        """Return rows rounded to the nearest number, or to the nearest toward -inf or inf."""
-
-        def place(kind: torch.dtype, part: Tensor) -> Tensor:
-            near = part.to(kind)
-            if toward is not None:
-                beyond = near > part if toward < 0 else near < part
-                near = torch.where(beyond, torch.nextafter(near, torch.full_like(near, toward)), near)
-            return near.to(self.device or near.device, self.dtype)
-
-        return self.by_leaf(place, rows)
-
-    def closer(self, rows: Tensor, center: Tensor) -> Tensor:
-        """Return the next numbers toward ``center``."""
-
-        def place(kind: torch.dtype, part: Tensor, middle: Tensor) -> Tensor:
-            return torch.nextafter(part.to(kind), middle.to(kind)).to(self.dtype)
-
-        return self.by_leaf(place, rows, center.expand_as(rows))
-
-    def rows(self, name: str, value: Any) -> Tensor:
-        """Return an option, a number or structured like x, as rows (1 or batch, d) that are not rounded yet."""
-        if isinstance(value, int | float):
-            return torch.full((1, sum(self.widths)), float(value), dtype=torch.float64)
-        named, nesting = leaves(value, name), self.layout.nesting
-        if not same_nesting(value, nesting):
-            raise ValueError(f"{name} is nested as {outline(value)} and x as {outline(nesting)}; nest it like x.")
-        parts = []
-        for leaf, (name, tensor) in zip(self.layout.leaves, named, strict=True):
-            if tensor.dim() == 0 or tensor.shape[1:] != leaf.shape or len(tensor) not in (1, self.batch):
-                allowed = f"{(self.batch, *leaf.shape)} or {(1, *leaf.shape)}"
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; for this x it must have {allowed}.")
-            require_constant(name, tensor)
-            parts.append(leaf.pack(tensor).to(self.device or tensor.device))
-        count = max(len(part) for part in parts)
-        return torch.cat([part.expand(count, -1) for part in parts], dim=1)
-
-    def center(self, owner: str, center: Any) -> Tensor:
-        return self.rounded(self.rows(f"{owner}.center", 0.0 if center is None else center))
-
-    def radius(self, owner: str, radius: float | Tensor) -> Tensor:
-        """Return a radius as (1 or batch, 1)."""
-        if not isinstance(radius, Tensor):
-            return torch.full((1, 1), float(radius), dtype=torch.float64)
-        if len(radius) not in (1, self.batch):
-            raise ValueError(f"{owner}.radius has shape {tuple(radius.shape)}; for this x it must be ({self.batch},).")
-        return radius[:, None].to(self.device or radius.device)
-
-
-def require_constant(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient, which constraints do not provide; pass {name}.detach().")
-    if bool(tensor.isnan().any()):
-        raise ValueError(f"{name} contains NaN; every entry must be a number.")
-
-
 def require_ball(owner: Any) -> None:
     """Raise unless the radius is positive, and the center structured like x or None."""
     name, radius, center = type(owner).__name__, owner.radius, owner.center
@@ -189,41 +113,6 @@ def require_ball(owner: Any) -> None:
             raise ValueError(f"{name}.radius lies between {extremes}; it must be positive and finite.")
     if center is not None and not isinstance(center, Tensor | tuple | list):
         raise TypeError(f"{name}.center is {center!r}; it must be a tensor structured like x, or None, which is 0.")
-
-
-def wide(rows: Tensor) -> Tensor:
-    """Return rows in float64, if the device has it."""
-    return rows if rows.device.type == "mps" else rows.double()
-
-
-def norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm of every row, (batch, 1), differentiable; no square underflows or overflows."""
-    unit = powers_of_two(largest_entries(rows.detach()))[:, None]
-    return torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True) * unit
-
-
-class Attached(torch.autograd.Function):
-    """A value with the derivative of ``nearest``, from which it differs by rounding."""
-
-    @staticmethod
-    def forward(value: Tensor, nearest: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, gradients[0].to(ctx.dtypes[1])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[1].to(ctx.dtypes[0])
-
-
-def attached(value: Tensor, nearest: Tensor) -> Tensor:
-    return Attached.apply(value, nearest) if nearest.requires_grad else value  # type: ignore[return-value]
 
 
 class RoundSet(Constraint):
@@ -286,9 +175,13 @@ class L2Ball(RoundSet):
     def holds(self, rows: Tensor) -> Tensor:
         return norms(self.offset(self.grid.rounded(rows))) <= self.limit()
 
+    def target(self, shrink: float = 0.0) -> Tensor:
+        """Return the norm to which points are projected."""
+        return self.limit() * (1 - self.grid.eps) * (1 - shrink)
+
     def nearest(self, rows: Tensor, shrink: float = 0.0) -> Tensor:
-        offset = self.offset(rows)
-        length, target = norms(offset), self.limit() * (1 - self.grid.eps) * (1 - shrink)
+        offset, target = self.offset(rows), self.target(shrink)
+        length = norms(offset)
         inside = length <= target
         length = torch.where(length.isfinite(), length, torch.nan).masked_fill(inside, 1.0)
         return torch.where(inside, wide(rows), self.middle + offset / length * target)
@@ -449,113 +342,6 @@ class LinfBall(IntervalSet):
         return self.grid.by_leaf(check, rows, *wanted)
 
 
-class Intersection(Constraint):
-    """All x that satisfy several constraints.
-
-    The nearest point is found by Dykstra's algorithm to a relative accuracy of about 1e-6, on sets that are shrunk by
-    that much, so that rounding it leaves none of them. A part given as a function is satisfied to that accuracy only.
-    J. Boyle and R. Dykstra, "A method for finding projections onto the intersection of convex sets in Hilbert spaces"
-    (1986), stopped as in E. Birgin and M. Raydan, "Robust stopping criteria for Dykstra's algorithm" (2005).
-
-    Args:
-        constraints: convex constraints, or functions that project; a :class:`Sphere` is not convex.
-
-    Example:
-        >>> eq.Intersection(eq.L2Ball(1.0), eq.Box(-image, 1 - image))
-    """
-
-    def __init__(self, *constraints: Any):
-        found = [as_constraint(constraint) for constraint in constraints]
-        self.constraints: tuple[Constraint, ...] = tuple(
-            part for one in found if one for part in (one.constraints if isinstance(one, Intersection) else [one])
-        )
-        if not self.constraints:
-            raise ValueError("Intersection() has no constraints; pass one or more, or constraint=None for none.")
-        if any(isinstance(part, Sphere) for part in self.constraints):
-            raise ValueError("Intersection contains a Sphere, which is not convex; use a Sphere alone, or an L2Ball.")
-
-    def __repr__(self) -> str:
-        return f"Intersection({', '.join(map(repr, self.constraints))})"
-
-    def fit(self, grid: Grid) -> dict[str, Any]:
-        layout, batch, device = grid.layout, grid.batch, grid.device
-        return {"constraints": tuple(part.fitted(layout, batch, device) for part in self.constraints)}
-
-    def take(self, rows: Tensor) -> Self:
-        return self.replaced(constraints=tuple(part.take(rows) for part in self.constraints))
-
-    def reach(self) -> Tensor | float:
-        shortest: Any = math.inf
-        for part in self.constraints:
-            shortest = torch.minimum(*torch.broadcast_tensors(*map(torch.as_tensor, (shortest, part.reach()))))
-        return shortest
-
-    def holds(self, rows: Tensor) -> Tensor:
-        return torch.stack([part.holds(rows).all(dim=1, keepdim=True) for part in self.constraints]).all(dim=0)
-
-    def project(self, rows: Tensor) -> Tensor:
-        with torch.no_grad():
-            held = self.holds(rows)
-        if bool(held.all()):
-            return rows
-        finite = rows.isfinite().all(dim=1, keepdim=True)
-        todo = (finite & ~held)[:, 0].nonzero()[:, 0]
-        nearest = rows.masked_fill(~finite, torch.nan)
-        if len(todo):
-            part = self.take(todo)
-            found = part.nearest(rows.index_select(0, todo), part.shrinkage)
-            with torch.no_grad():
-                value = part.pulled_inward(rows.index_select(0, todo), found)
-            nearest = nearest.index_copy(0, todo, attached(value, found))
-        return nearest
-
-    @property
-    def shrinkage(self) -> float:
-        return max(SHRINKAGE, 4 * self.grid.coarsest)
-
-    def nearest(self, rows: Tensor, shrink: float = 0.0) -> Tensor:
-        """Run Dykstra's algorithm; each sample stops when its increments have settled."""
-        point = start = wide(rows)
-        increments = [torch.zeros_like(point) for _ in self.constraints]
-        done = torch.zeros_like(point[:, :1], dtype=torch.bool)
-        accuracy = max(1e-3 * SHRINKAGE, 4 * torch.finfo(point.dtype).eps)
-        reach = torch.as_tensor(self.reach(), dtype=point.dtype, device=point.device).reshape(-1, 1)
-        for _ in range(SWEEPS):
-            change = torch.zeros_like(done, dtype=point.dtype)
-            for i, part in enumerate(self.constraints):
-                shifted = point + increments[i]
-                projected = part.nearest(shifted, shrink)
-                increment = torch.where(done, increments[i], shifted - projected)
-                point = torch.where(done, point, projected)
-                change = torch.hypot(change, norms((increment - increments[i]).detach()))
-                increments[i] = increment
-            done = done | (change <= accuracy * torch.minimum(norms((point - start).detach()), reach))
-            if bool(done.all()):
-                break
-        return point
-
-    def pulled_inward(self, rows: Tensor, found: Tensor) -> Tensor:
-        """Return points near ``found``, the nearest ones of slightly shrunk sets, that all parts accept."""
-        shrink, value, held = self.shrinkage, rows, torch.zeros_like(rows[:, :1], dtype=torch.bool)
-        while True:
-            point = found.to(rows.dtype)
-            for _ in range(20):
-                held_now = self.holds(point)
-                value, held = torch.where(held_now & ~held, point, value), held | held_now
-                if bool(held.all()):
-                    return value
-                for part in self.constraints:
-                    point = part.project(point)
-            if shrink >= 0.5:
-                break
-            shrink = min(16 * shrink, 0.5)  # a set may have no interior, or x few digits
-            found = self.nearest(rows, shrink)
-        raise ValueError(
-            f"{self!r} seems to be empty: no point satisfies all parts of it for {int((~held).sum())} of the samples. "
-            "Enlarge a radius, or move a center."
-        )
-
-
 class Projection(Constraint):
     """All x that a function leaves in place.
 
@@ -601,7 +387,7 @@ class Projection(Constraint):
         return projected if index is None else projected.index_select(0, index)
 
     def holds(self, rows: Tensor) -> Tensor:
-        accuracy = max(SHRINKAGE, 4 * self.grid.coarsest)
+        accuracy = max(ACCURACY, 4 * self.grid.coarsest)
         return norms(self.nearest(rows) - rows) <= accuracy * norms(rows)
 
     def project(self, rows: Tensor) -> Tensor:
