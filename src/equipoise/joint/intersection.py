@@ -7,7 +7,6 @@ Dykstra's algorithm" (2005).
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,7 +18,7 @@ from equipoise.joint.constraints import Constraint, IntervalSet, L2Ball, Sphere,
 from equipoise.joint.rounding import Grid, attached, norms, wide
 
 SHRINKAGE = 1e-6  # fraction by which sets are shrunk at first, where the nearest point is not exact
-SWEEPS = 1000  # limit on the sweeps of Dykstra's algorithm
+SWEEPS = 300  # limit on the sweeps of Dykstra's algorithm
 POLISHING = 20  # rounds of projections onto single parts, after which sets are shrunk further
 
 
@@ -27,54 +26,59 @@ POLISHING = 20  # rounds of projections onto single parts, after which sets are 
 class Core:
     """All boxes and the first ball of an intersection, which are projected onto together."""
 
-    lower: Tensor | float
-    upper: Tensor | float
+    lower: Tensor | None
+    upper: Tensor | None
     ball: L2Ball | None
 
     @classmethod
     def of(cls, parts: Sequence[Constraint]) -> Self:
         boxes = [part for part in parts if isinstance(part, IntervalSet)]
-        lower = functools.reduce(torch.maximum, [box.lower for box in boxes]) if boxes else -math.inf
-        upper = functools.reduce(torch.minimum, [box.upper for box in boxes]) if boxes else math.inf
+        lower = functools.reduce(torch.maximum, [box.lower for box in boxes]) if boxes else None
+        upper = functools.reduce(torch.minimum, [box.upper for box in boxes]) if boxes else None
         return cls(lower, upper, next((part for part in parts if isinstance(part, L2Ball)), None))
 
     def clamp(self, rows: Tensor) -> Tensor:
-        return rows if isinstance(self.lower, float) else torch.clamp(rows, self.lower, self.upper)  # type: ignore
+        return rows if self.lower is None else torch.clamp(rows, self.lower, self.upper)
 
     def nearest(self, rows: Tensor, shrink: float) -> Tensor:
         """Return c + s d, clamped, where d is the direction of a row from the center c, and s as large as allowed."""
         if self.ball is None:
             return self.clamp(rows)
+        if self.lower is None:
+            return self.ball.nearest(rows, shrink)
         center, offset, target = self.ball.middle, self.ball.offset(rows), self.ball.target(shrink)
         length = norms(offset)
         direction = offset / length.masked_fill(length == 0, 1.0)
         with torch.no_grad():
-            size, slope = self.multiplier(center, direction, length, target)
-        # One more step of Newton's method, recorded, has the derivative of the solution.
-        error = norms(self.clamp(center + size * direction) - center) - target
-        recorded = torch.where(slope > 0, size - error / slope.masked_fill(slope <= 0, 1.0), size)
-        return self.clamp(center + torch.where(size < length, recorded, length) * direction)
+            size = found = self.largest(center, direction, length, target)
+        for _ in range(2 if direction.requires_grad else 0):  # recorded: the derivatives of s up to the third
+            distance, slope = self.distance(center, direction, size)
+            size = torch.where(slope > 0, size + (target - distance) / slope.masked_fill(slope <= 0, 1.0), size)
+        return self.clamp(center + torch.where(found < length, size, length) * direction)
 
-    def multiplier(self, center: Tensor, direction: Tensor, length: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Solve ||clamp(c + s d) - c|| = target for 0 <= s <= length; return s, and the slope of the norm there."""
-        limits = torch.finfo(length.dtype)
-        low, high, size, slope = torch.zeros_like(length), length, length, torch.zeros_like(length)
+    def distance(self, center: Tensor, direction: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ||clamp(c + s d) - c|| and its slope in s."""
+        moved = center + size * direction
+        point = self.clamp(moved)
+        distance = norms(point - center)
+        along = ((point - center) * direction * (point == moved)).sum(dim=1, keepdim=True)
+        return distance, along / distance.clamp(min=torch.finfo(distance.dtype).tiny)
+
+    def largest(self, center: Tensor, direction: Tensor, length: Tensor, target: Tensor) -> Tensor:
+        """Return the largest s <= length whose distance is at most ``target``."""
+        low, high, size, eps = torch.zeros_like(length), length, length, torch.finfo(length.dtype).eps
         done = torch.zeros_like(length, dtype=torch.bool)
-        for _ in range(200):  # Newton's method, and bisection where it leaves the bracket
-            moved = center + size * direction
-            point = self.clamp(moved)
-            distance = norms(point - center)
-            along = ((point - center) * direction * (point == moved)).sum(dim=1, keepdim=True)
-            slope = torch.where(done, slope, along / distance.clamp(min=limits.tiny))
+        for _ in range(200):  # Newton's method, and bisection where that leaves the bracket
+            distance, slope = self.distance(center, direction, size)
             beyond = distance > target
             low, high = torch.where(beyond, low, size), torch.where(beyond, size, high)
-            done = done | ((distance - target).abs() <= 4 * limits.eps * target) | (high - low <= limits.eps * high)
+            done = done | ((distance - target).abs() <= 4 * eps * target) | (high - low <= eps * high)
             if bool(done.all()):
                 break
             newton = size + (target - distance) / slope
             between = (newton > low) & (newton < high)  # False for NaN
             size = torch.where(done, size, torch.where(between, newton, (low + high) / 2))
-        return size, slope
+        return size
 
 
 class Intersection(Constraint):
@@ -82,7 +86,7 @@ class Intersection(Constraint):
 
     Boxes and one ball are projected onto exactly. Further balls and functions take Dykstra's algorithm, to a relative
     accuracy of about 1e-6, on sets shrunk by that much, so that rounding leaves none of them. It needs many sweeps for
-    points that are far away compared with the size of the sets, and stops after 1000. Functions are satisfied to that
+    points that are far away compared with the size of the sets, and stops after 300. Functions are satisfied to that
     accuracy only.
 
     Args:
@@ -181,7 +185,7 @@ class Intersection(Constraint):
                     point = part.project(point)
             if shrink >= 0.5:
                 break
-            shrink = min(max(16 * shrink, SHRINKAGE, 4 * self.grid.coarsest), 0.5)
+            shrink = min(max(64 * shrink, SHRINKAGE, 4 * self.grid.coarsest), 0.5)
             found = self.nearest(rows, shrink)
         raise ValueError(
             f"{self!r} seems to be empty: no point satisfies all of its parts for {int((~held).sum())} of the samples. "
