@@ -1,0 +1,1 @@
+"""Optimise the input of an equilibrium jointly with the equilibrium itself."""
