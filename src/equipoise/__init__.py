@@ -35,7 +35,29 @@ from equipoise.stability import SpectralNorm, VariationalDropout, WeightNorm, ja
 from equipoise.tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from equipoise import lab, models, operators, tasks
+    from equipoise import joint, lab, models, operators, tasks
+    from equipoise.joint import (
+        MINRES,
+        AdamInput,
+        AdamStep,
+        AutoStep,
+        Box,
+        ConstantStep,
+        DetachedGradient,
+        EnvelopeGradient,
+        Intersection,
+        JointAnderson,
+        JointIteration,
+        KKTGradient,
+        L2Ball,
+        LinfBall,
+        MomentumStep,
+        NormalizedStep,
+        Optimum,
+        PGDInput,
+        Sphere,
+        optimize_input,
+    )
     from equipoise.lab.runs.load import load
     from equipoise.models import create_model, list_models
     from equipoise.models.opteq.descent import FISTA, ProximalGradient
@@ -46,19 +68,37 @@ __version__ = "0.1.0"
 __all__ = [
     "FISTA",
     "GMRES",
+    "MINRES",
+    "AdamInput",
+    "AdamStep",
     "Anderson",
+    "AutoStep",
     "BiCGStab",
+    "Box",
     "Broyden",
+    "ConstantStep",
     "ConvergenceError",
     "ConvergenceWarning",
+    "DetachedGradient",
     "DouglasRachford",
+    "EnvelopeGradient",
     "Equilibrium",
     "FixedSteps",
     "ForwardBackward",
     "GradientRule",
     "ImplicitGradient",
     "ImpureFunctionWarning",
+    "Intersection",
+    "JointAnderson",
+    "JointIteration",
+    "KKTGradient",
+    "L2Ball",
+    "LinfBall",
+    "MomentumStep",
     "NewtonKrylov",
+    "NormalizedStep",
+    "Optimum",
+    "PGDInput",
     "PeacemanRachford",
     "PhantomGradient",
     "Picard",
@@ -68,6 +108,7 @@ __all__ = [
     "Solution",
     "Solver",
     "SpectralNorm",
+    "Sphere",
     "Statistics",
     "Tolerance",
     "UnrolledGradient",
@@ -79,27 +120,52 @@ __all__ = [
     "diagnose",
     "fixed_point",
     "jacobian_penalty",
+    "joint",
     "lab",
     "list_models",
     "load",
     "models",
     "operators",
+    "optimize_input",
     "spectral_radius",
     "tasks",
     "watch_solves",
 ]
 
+JOINT = (
+    "MINRES",
+    "AdamInput",
+    "AdamStep",
+    "AutoStep",
+    "Box",
+    "ConstantStep",
+    "DetachedGradient",
+    "EnvelopeGradient",
+    "Intersection",
+    "JointAnderson",
+    "JointIteration",
+    "KKTGradient",
+    "L2Ball",
+    "LinfBall",
+    "MomentumStep",
+    "NormalizedStep",
+    "Optimum",
+    "PGDInput",
+    "Sphere",
+    "optimize_input",
+)
 LATER = {
     **dict.fromkeys(("DouglasRachford", "ForwardBackward", "PeacemanRachford"), "equipoise.operators.splitting"),
     **dict.fromkeys(("FISTA", "ProximalGradient"), "equipoise.models.opteq.descent"),
     **dict.fromkeys(("create_model", "list_models"), "equipoise.models"),
+    **dict.fromkeys(JOINT, "equipoise.joint"),
     "load": "equipoise.lab.runs.load",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What is loaded when first used."""
-    if name in ("lab", "models", "operators", "tasks"):
+    if name in ("joint", "lab", "models", "operators", "tasks"):
         return importlib.import_module(f"equipoise.{name}")
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)

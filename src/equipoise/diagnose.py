@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +36,27 @@ class Diagnosis:
         return "\n".join(f"- {finding}" for finding in self.findings)
 
 
-def diagnose(solution: Solution) -> Diagnosis:
+@runtime_checkable
+class Explained(Protocol):
+    """An outcome that has findings of its own: words, the samples examined, and their spectral radii."""
+
+    def findings(self) -> tuple[list[str], Tensor, Tensor | None]: ...
+
+
+def diagnose(solution: Solution | Explained) -> Diagnosis:
     """Explain in words why samples of a solve failed, or how much margin a successful solve had.
 
     Args:
-        solution: the object that :func:`equipoise.fixed_point` returned, not an unpickled copy.
+        solution: what :func:`equipoise.fixed_point` or :func:`equipoise.optimize_input` returned, not an unpickled
+            copy.
 
     Example:
         >>> print(eq.diagnose(sol))
         - 3 of 64 samples failed (3 MAX_STEPS).
         - Not contractive: the spectral radius of df/dz at the best iterate is about 1.31 ...
     """
+    if isinstance(solution, Explained):
+        return Diagnosis(*solution.findings())
     solved = solution.solved
     if solved is None or not isinstance(solved.problem, FunctionProblem):
         raise ValueError(

@@ -236,9 +236,7 @@ class Report:
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
-        failures, advice = failure_advice(
-            stats, which, below_rounding=below_rounding, settings=self.settings
-        )
+        failures, advice = failure_advice(stats, which, below_rounding=below_rounding, settings=self.settings)
         if not failures or self.on_failure == "ignore":
             return
         if self.on_failure == "raise":

@@ -129,14 +129,15 @@ def optimize_input(
             "optimize_input cannot be traced, exported or transformed by torch.func: the number of its steps depends "
             "on the data. Call it outside."
         )
+    if not callable(loss):
+        raise TypeError(f"loss is a {type(loss).__name__}; it must be a function loss(z, x, *inputs) -> (batch,).")
     options = Options(
         as_constraint(constraint), solver, tolerance, gradient, select, on_failure, compact, trace, callback
     )
-    call = run
     if torch.compiler.is_compiling():
         reason = "the number of steps of a solver depends on the residuals it measures"
-        call = torch.compiler.disable(run, reason=reason)  # type: ignore[call-arg]
-    return call(f, loss, x0, z0, inputs, options)
+        return torch.compiler.disable(run, reason=reason)(f, loss, x0, z0, inputs, options)  # type: ignore[call-arg]
+    return run(f, loss, x0, z0, inputs, options)
 
 
 def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: Options) -> Optimum:
@@ -178,8 +179,6 @@ def start(
     f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: Options
 ) -> tuple[JointFunction, Any, Any, bool]:
     """Check all arguments; return the joint function, x and z to start from, and whether a gradient is needed."""
-    if not callable(loss):
-        raise TypeError(f"loss is a {type(loss).__name__}; it must be a function loss(z, x, *inputs) -> (batch,).")
     x = initial_input(x0, inputs)
     layout, batch = Layout(x), len(tensors(x)[0])
     constraint = options.constraint
@@ -274,7 +273,7 @@ def attached(solved: Solved, gradient: JointGradient | None, report: Report) -> 
 
 
 def kkt_of(solved: Solved, joint: Joint) -> KKT:
-    """Return the residuals of the blocks at the optimum, evaluated again where they are not those of the whole batch."""
+    """Return the residuals of the blocks at the optimum, measured again if those of the whole batch differ."""
     solver, kkt = solved.solver, solved.companion
     assert isinstance(solver, JointSolver)
     assert kkt is not None

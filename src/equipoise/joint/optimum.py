@@ -10,7 +10,6 @@ from torch import Tensor
 
 from equipoise.joint.problem import Joint
 from equipoise.joint.solvers import NEAR, JointSolver, automatic_size
-from equipoise.problem.layout import row_norms
 from equipoise.solution import Result, Statistics, tally
 from equipoise.solvers import Anderson
 from equipoise.solvers.loop import Solved, solve
@@ -156,9 +155,9 @@ class Optimum:
         radius = spectral_radius(part.inference(rows), rows[:, joint.z])
         if float(radius.max()) >= 1:
             found.append(
-                f"f is not contractive at the optimum: the spectral radius of df/dz is about {float(radius.max()):.2f}. "
-                "Raise the damping of z and mu, keep more memory, or make f contractive (SpectralNorm, "
-                "jacobian_penalty)."
+                f"f is not contractive at the optimum: the spectral radius of df/dz is about "
+                f"{float(radius.max()):.2f}. Raise the damping of z and mu, keep more memory, or make f "
+                "contractive (SpectralNorm, jacobian_penalty)."
             )
         if joint.constraint is not None and self.solved is not None and self.solved.companion is not None:
             scale = self.solved.companion[samples] if joint.problem.gatherable else self.solved.companion

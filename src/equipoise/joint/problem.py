@@ -33,9 +33,7 @@ class JointFunction:
         select: name of the rule that selects the iterate to return.
     """
 
-    def __init__(
-        self, inner: FunctionProblem, loss: Callable[..., Tensor], constraint: Constraint | None, select: str
-    ):
+    def __init__(self, inner: FunctionProblem, loss: Callable[..., Tensor], constraint: Constraint | None, select: str):
         self.inner, self.loss, self.constraint, self.select = inner, loss, constraint, select
 
     def __call__(self, v: Any, *inputs: Any) -> Any:
@@ -55,7 +53,9 @@ class JointFunction:
         if paths:
             outputs, cotangents = zip(*paths, strict=True)
             products = torch.autograd.grad(outputs, at, cotangents, allow_unused=True)
-        products = [torch.zeros_like(t) if product is None else product for product, t in zip(products, at, strict=True)]
+        products = [
+            torch.zeros_like(t) if product is None else product for product, t in zip(products, at, strict=True)
+        ]
         adjoint, gradient = rebuild((z, x), products)
         image, descent = (
             rebuild(part, [change(t) for t in tensors(part)])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equipoise.joint.problem import Evaluation, Joint
 from equipoise.joint.steps import InputStep, Moments, as_step
-from equipoise.options import is_number, option, options, require
+from equipoise.options import is_number, option, options
 from equipoise.problem.layout import relative_residual, row_norms, select
 from equipoise.problem.problem import DerivedProblem, Problem
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
@@ -138,7 +138,21 @@ class JointSolver(Solver):
         kkt = residuals(joint, v, at.image, at.gradient, scale)
         better, kept = prefer(joint.function.select, kkt, at.cost, before, seen)
         return JointState(
-            v, at.image, gap, at.gradient, at.cost, kkt, scale, origin, size, by, better, kept, move.moments, memory, seen
+            v,
+            at.image,
+            gap,
+            at.gradient,
+            at.cost,
+            kkt,
+            scale,
+            origin,
+            size,
+            by,
+            better,
+            kept,
+            move.moments,
+            memory,
+            seen,
         )
 
     def companion(self, state: JointState) -> Tensor:
@@ -195,7 +209,9 @@ def residuals(joint: Joint, v: Tensor, image: Tensor, gradient: Tensor, scale: T
         size = automatic_size(scale)
         moved, reach = row_norms(joint.project(x - size[:, None] * gradient) - x), scale[:, 0]
         first = scale[:, 0] == 0  # no radius yet
-        moved, reach = (torch.where(first, a, b) for a, b in ((row_norms(gradient), moved), (scale[:, 1].sqrt(), reach)))
+        moved, reach = (
+            torch.where(first, a, b) for a, b in ((row_norms(gradient), moved), (scale[:, 1].sqrt(), reach))
+        )
     return relative_residual(torch.cat([gaps, moved[:, None]], dim=1), torch.cat([images, reach[:, None]], dim=1))
 
 
@@ -277,8 +293,8 @@ class History:
         return cls(moves, changes, products, state.z, state.gap, state.kkt.amax(dim=1), 0)
 
     def take(self, rows: Tensor) -> History:
-        tensors = (self.moves, self.changes, self.products, self.v, self.gap, self.residual)
-        return History(*(select(t, rows) for t in tensors), self.seen)
+        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "seen"}
+        return dataclasses.replace(self, **{name: select(entry, rows) for name, entry in tensors.items()})
 
     def forget(self, where: Tensor) -> History:
         """Drop the differences of some samples: zeros have no effect."""
@@ -333,33 +349,34 @@ class JointAnderson(JointSolver):
         return self.rule.joins if self.extrapolate_x is None else self.extrapolate_x
 
     def propose(self, joint: Joint, state: JointState) -> tuple[Tensor, History]:
-        n, gap = joint.n, state.gap
-        history = state.memory
-        step = gap.clone()
+        history: History | None = state.memory
         if history is None:
-            history = History.empty(state, self.memory)
+            step, history = self.mixed(joint, state, state.gap), History.empty(state, self.memory)
         else:
             gamma = self.coefficients(joint, state, history)[:, None]
             filled = min(history.seen, self.memory)
-            step = torch.baddbmm(step[:, None], gamma, history.changes[:, :filled], alpha=-1)[:, 0]
-        step[:, :n] *= 1 - self.damping[0]
-        step[:, n : 2 * n] *= 1 - self.damping[1]
-        step[:, joint.x] *= state.size[:, None]
-        if history.seen:
+            left = torch.baddbmm(state.gap[:, None], gamma, history.changes[:, :filled], alpha=-1)[:, 0]
+            step = self.mixed(joint, state, left)
             step = torch.baddbmm(step[:, None], gamma, history.moves[:, :filled], alpha=-1)[:, 0]
         if not self.joins:
             step[:, joint.x] = state.by
         length = row_norms(step[:, joint.x])
-        share = (state.scale[:, 0] / length).clamp_(max=1.0)
-        share = torch.where(length > 0, share, 1.0)
-        plain = ~finite_rows(step)
+        share = torch.where(length > 0, (state.scale[:, 0] / length).clamp_(max=1.0), 1.0)
         v = torch.addcmul(state.z, share[:, None], step)
-        if bool(plain.any()):
-            damped = state.z.clone()
-            damped[:, :n] += (1 - self.damping[0]) * gap[:, :n]
-            damped[:, n : 2 * n] += (1 - self.damping[1]) * gap[:, n : 2 * n]
-            v = torch.where(plain[:, None], damped, v)
+        failed = ~finite_rows(step)
+        if bool(failed.any()):
+            plain = self.mixed(joint, state, state.gap)
+            plain[:, joint.x] = 0
+            v = torch.where(failed[:, None], state.z + plain, v)
         return v, history
+
+    def mixed(self, joint: Joint, state: JointState, gap: Tensor) -> Tensor:
+        """Return D times a gap."""
+        step = gap.clone()
+        step[:, joint.z] *= 1 - self.damping[0]
+        step[:, joint.mu] *= 1 - self.damping[1]
+        step[:, joint.x] *= state.size[:, None]
+        return step
 
     def coefficients(self, joint: Joint, state: JointState, history: History) -> Tensor:
         """Return gamma, after entering the newest differences."""

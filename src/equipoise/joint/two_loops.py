@@ -34,7 +34,7 @@ class TwoLoops(JointSolver):
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> JointState:
         joint = self.structure(problem, Joint)
         v, at = self.solved(joint, z)
-        return dataclasses.replace(self.arrive(joint, v, at, None, self.rule.init(z[:, joint.x]), None), memory=Start(z))
+        return self.arrive(joint, v, at, None, self.rule.init(z[:, joint.x]), Start(z))
 
     def step(self, problem: Problem, state: JointState) -> JointState:
         joint = self.structure(problem, Joint)

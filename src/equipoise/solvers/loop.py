@@ -208,9 +208,7 @@ class Loop:
         self.held.clear()
         self.value = None
         image, self.confirmed = self.finish(book.best), True
-        remaining, wrong = book.confirm(
-            self.step, solver.measured(self.problem, book.best, image, book.companion)
-        )
+        remaining, wrong = book.confirm(self.step, solver.measured(self.problem, book.best, image, book.companion))
         last = self.step >= self.tolerance.max_steps
         if wrong and self.mixing is None and (not solver.recurrent or last):
             self.mixing = mixes_samples(self.problem, book.best, image)

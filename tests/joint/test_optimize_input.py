@@ -1,0 +1,611 @@
+"""optimize_input against known optima: linear problems by dense algebra, nonlinear ones by brute force, in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import equipoise as eq
+from equipoise.joint import ConstantStep, Projection
+from equipoise.joint.constraints import Constraint
+
+DOUBLE = torch.float64
+TIGHT = eq.Tolerance(relative=1e-11, max_steps=600, patience=None)
+N, D, BATCH = 10, 3, 5
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def contraction(n: int, seed: int, norm: float = 0.6) -> Tensor:
+    matrix = randn(n, n, seed=seed)
+    return norm * matrix / torch.linalg.matrix_norm(matrix, 2)
+
+
+class Linear:
+    """f(z, x) = W z + U x + b, l = |z - y|^2 / 2 + weight |x|^2 / 2: the cost in x is a dense quadratic."""
+
+    def __init__(self, weight: float = 0.1, batch: int = BATCH):
+        self.W, self.U, self.b = contraction(N, 1), 0.7 * randn(N, D, seed=2), randn(N, seed=3)
+        self.weight, self.y = weight, randn(batch, N, seed=4)
+        solution = torch.linalg.inv(torch.eye(N, dtype=DOUBLE) - self.W)
+        self.M, self.c = solution @ self.U, solution @ self.b
+        self.H = self.M.mT @ self.M + weight * torch.eye(D, dtype=DOUBLE)
+        self.right = (self.y - self.c) @ self.M
+
+    def f(self, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return z @ self.W.mT + x @ self.U.mT + self.b
+
+    def loss(self, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (z - y).square().sum(dim=1) / 2 + self.weight * x.square().sum(dim=1) / 2
+
+    def optimum(self) -> Tensor:
+        return torch.linalg.solve(self.H, self.right.mT).mT
+
+    def constrained(self, constraint: Callable[[Tensor], Tensor], steps: int = 1500) -> Tensor:
+        """Projected gradient descent from the unconstrained optimum."""
+        x, length = constraint(self.optimum()), 1 / torch.linalg.matrix_norm(self.H, 2)
+        for _ in range(steps):
+            x = constraint(x - length * (x @ self.H - self.right))
+        return x
+
+    def minimize(self, **options: Any) -> eq.Optimum:
+        batch = len(self.y)
+        x0, z0 = torch.zeros(batch, D, dtype=DOUBLE), torch.zeros(batch, N, dtype=DOUBLE)
+        return eq.optimize_input(self.f, self.loss, x0, z0, self.y, **{"tolerance": TIGHT, **options})
+
+
+CONSTRAINTS: dict[str, Constraint] = {
+    "l2": eq.L2Ball(0.3),
+    "linf": eq.LinfBall(0.2),
+    "box": eq.Box(-0.1, 0.3),
+    "sphere": eq.Sphere(0.5),
+}
+SOLVERS = {
+    "default": eq.JointAnderson(),
+    "type II": eq.JointAnderson(kind=2, memory=12),
+    "constant": eq.JointAnderson(step_size=0.05),
+    "paper": eq.JointIteration(eq.Anderson(memory=20, kind=1), step_size=0.05),
+    "broyden": eq.JointIteration(eq.Broyden(memory=40), step_size=0.05),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_linear_problem(name: str) -> None:
+    problem = Linear()
+    opt = problem.minimize(solver=SOLVERS[name])
+    assert bool(opt.converged.all()), opt
+    assert max(float(part.max()) for part in opt.kkt) <= 1e-10
+    torch.testing.assert_close(opt.x, problem.optimum(), atol=1e-8, rtol=0)
+    z = problem.c + opt.x @ problem.M.mT
+    torch.testing.assert_close(opt.z, z, atol=1e-8, rtol=0)
+    # mu = (I - W)^-T dl/dz, the adjoint of the loss
+    adjoint = torch.linalg.solve((torch.eye(N, dtype=DOUBLE) - problem.W).mT, (z - problem.y).mT).mT
+    torch.testing.assert_close(opt.mu, adjoint, atol=1e-8, rtol=0)
+    torch.testing.assert_close(opt.cost, problem.loss(z, opt.x, problem.y), atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_linear_problem_with_constraint(name: str) -> None:
+    problem, constraint = Linear(), CONSTRAINTS[name]
+    opt = problem.minimize(constraint=constraint)
+    assert bool(opt.converged.all()), opt
+    assert max(float(part.max()) for part in opt.kkt) <= 1e-10
+    torch.testing.assert_close(opt.x, problem.constrained(constraint), atol=1e-8, rtol=0)
+
+
+def test_intersection_and_own_projection() -> None:
+    problem = Linear(batch=2)
+    both = eq.Intersection(eq.L2Ball(0.3), eq.Box(-0.1, 0.25))
+    opt = problem.minimize(constraint=both, tolerance=eq.Tolerance(relative=1e-8, max_steps=300, patience=None))
+    torch.testing.assert_close(opt.x, problem.constrained(both, steps=150), atol=3e-6, rtol=0)
+    opt = problem.minimize(constraint=lambda x: x.clamp(-0.1, 0.1))
+    torch.testing.assert_close(opt.x, problem.constrained(lambda x: x.clamp(-0.1, 0.1)), atol=1e-8, rtol=0)
+
+
+def test_nonlinear_problem_by_brute_force() -> None:
+    W, U, y = contraction(6, 5), randn(6, 1, seed=6), randn(4, 6, seed=7)
+
+    def equilibrium(x: Tensor, steps: int = 200) -> Tensor:
+        z = torch.zeros(*x.shape[:-1], 6, dtype=DOUBLE)
+        for _ in range(steps):
+            z = torch.tanh(z @ W.mT + x @ U.mT)
+        return z
+
+    grid = torch.linspace(-3, 3, 6001, dtype=DOUBLE)
+    costs = (equilibrium(grid[:, None])[None] - y[:, None]).square().sum(dim=2) + 0.1 * grid.square()
+    for _ in range(3):  # zoom in on the best point of each sample
+        best = grid[costs.argmin(dim=1)] if grid.dim() == 1 else grid.gather(1, costs.argmin(dim=1, keepdim=True))[:, 0]
+        width = float((grid[..., 1] - grid[..., 0]).max()) if grid.dim() > 1 else float(grid[1] - grid[0])
+        grid = best[:, None] + torch.linspace(-width, width, 401, dtype=DOUBLE)
+        costs = (equilibrium(grid[..., None]) - y[:, None]).square().sum(dim=2) + 0.1 * grid.square()
+    best = grid.gather(1, costs.argmin(dim=1, keepdim=True))
+    opt = eq.optimize_input(
+        lambda z, x, y: torch.tanh(z @ W.mT + x @ U.mT),
+        lambda z, x, y: (z - y).square().sum(dim=1) + 0.1 * x.square().sum(dim=1),
+        torch.zeros(4, 1, dtype=DOUBLE),
+        torch.zeros(4, 6, dtype=DOUBLE),
+        y,
+        tolerance=TIGHT,
+    )
+    assert bool(opt.converged.all()), opt
+    # A grid resolves a minimum to the root of the rounding error; the cost it resolves fully.
+    torch.testing.assert_close(opt.x, best, atol=1e-6, rtol=0)
+    assert bool((opt.cost <= costs.amin(dim=1) + 1e-13).all())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+@pytest.mark.parametrize("constraint", [None, eq.L2Ball(0.3)])
+def test_scale_of_the_loss_does_not_matter(scale: float, constraint: Constraint | None) -> None:
+    problem = Linear()
+    tolerance = eq.Tolerance(relative=1e-6, max_steps=200)
+    opt = problem.minimize(constraint=constraint, tolerance=tolerance)
+    loss = problem.loss
+    problem.loss = lambda z, x, y: scale * loss(z, x, y)  # type: ignore[method-assign]
+    scaled = problem.minimize(constraint=constraint, tolerance=tolerance)
+    assert bool(opt.converged.all() & scaled.converged.all())
+    assert scaled.stats.steps.tolist() == pytest.approx(opt.stats.steps.tolist(), abs=2)
+    torch.testing.assert_close(scaled.x, opt.x, atol=1e-5, rtol=0)
+
+
+def test_batch_independence() -> None:
+    """A sample alone, among 64, and beside one that diverges."""
+    many = Linear(batch=64)
+    together = many.minimize()
+    alone = Linear(batch=64)
+    alone.y = many.y[7:8]
+    single = alone.minimize()
+    torch.testing.assert_close(single.x, together.x[7:8], atol=1e-9, rtol=0)
+    assert abs(int(single.stats.steps[0]) - int(together.stats.steps[7])) <= 1
+
+    def f(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        wild = (y[:, :1] > 1e3).to(z.dtype)
+        return many.f(z, x, y) + wild * (z.square() * 1e3 + z)
+
+    y = many.y[:8].clone()
+    y[3] = 1e4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        beside = eq.optimize_input(
+            f, many.loss, torch.zeros(8, D, dtype=DOUBLE), torch.zeros(8, N, dtype=DOUBLE), y, tolerance=TIGHT
+        )
+    assert not bool(beside.converged[3])
+    assert bool(torch.isfinite(beside.x).all() & torch.isfinite(beside.z).all())
+    others = [0, 1, 2, 4, 5, 6, 7]
+    assert bool(beside.converged[others].all())
+    torch.testing.assert_close(beside.x[others], together.x[others], atol=1e-9, rtol=0)
+
+
+def test_one_slow_sample_does_not_hold_the_others() -> None:
+    problem = Linear(batch=64)
+    stiff = torch.ones(64, 1, dtype=DOUBLE)
+    stiff[5] = 1.58  # times W: the spectral radius of this sample is near 1
+
+    def f(z: Tensor, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        return factor * (z @ problem.W.mT) + x @ problem.U.mT + problem.b
+
+    def loss(z: Tensor, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        return problem.loss(z, x, y)
+
+    x0, z0 = torch.zeros(64, D, dtype=DOUBLE), torch.zeros(64, N, dtype=DOUBLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        opt = eq.optimize_input(f, loss, x0, z0, problem.y, stiff, tolerance=TIGHT)
+    slow, rest = int(opt.stats.steps[5]), torch.cat([opt.stats.steps[:5], opt.stats.steps[6:]])
+    assert slow > 1.2 * int(rest.max())
+    assert opt.stats.rows < 0.9 * 64 * slow
+
+
+def feasible(constraint: Constraint, x: Tensor) -> bool:
+    match constraint:
+        case eq.L2Ball():
+            return bool((x.norm(dim=1) <= constraint.radius).all())
+        case eq.LinfBall():
+            return bool((x.abs() <= constraint.radius).all())
+        case eq.Box():
+            return bool(((x >= constraint.low) & (x <= constraint.high)).all())
+        case eq.Sphere():
+            error = (x.norm(dim=1) - constraint.radius).abs()
+            return bool((error <= 4 * torch.finfo(x.dtype).eps * constraint.radius).all())
+        case _:
+            raise AssertionError(constraint)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["l2", "linf", "box", "sphere"]),
+    solver=st.sampled_from(["auto", "normalized", "paper", "pgd"]),
+    size=st.floats(1e-3, 1e3),
+    dtype=st.sampled_from([torch.float32, DOUBLE]),
+)
+def test_every_iterate_is_feasible(seed: int, name: str, solver: str, size: float, dtype: torch.dtype) -> None:
+    """About 16 samples x 12 steps per case: 10^4 iterates that could be returned."""
+    make = {"l2": eq.L2Ball, "linf": eq.LinfBall, "sphere": eq.Sphere}
+    constraint = eq.Box(-size, 0.5 * size) if name == "box" else make[name](size)
+    chosen = {
+        "auto": eq.JointAnderson(),
+        "normalized": eq.JointAnderson(step_size=eq.NormalizedStep(0.3 * size)),
+        "paper": eq.JointIteration(eq.Anderson(memory=20, kind=1), step_size=1.0),
+        "pgd": eq.PGDInput(0.5 * size),
+    }[solver]
+    W, U = contraction(8, seed, norm=1.1).to(dtype), randn(8, 4, seed=seed + 1).to(dtype)
+    y = 3 * randn(16, 8, seed=seed + 2).to(dtype)
+    seen = []
+    opt = eq.optimize_input(
+        lambda z, x, y: torch.tanh(z @ W.mT + x @ U.mT / size),
+        lambda z, x, y: (z - y).square().sum(dim=1),
+        2 * size * randn(16, 4, seed=seed + 3).to(dtype),
+        torch.zeros(16, 8, dtype=dtype),
+        y,
+        constraint=constraint,
+        solver=chosen,
+        tolerance=eq.Tolerance(relative=1e-4, max_steps=12),
+        on_failure="ignore",
+        callback=lambda progress: seen.append(progress.value[2].clone()),
+    )
+    assert all(feasible(constraint, x) for x in [*seen, opt.x])
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("select", ["feasible-cost", "residual", "last", "paper"])
+def test_selection(select: str) -> None:
+    """Each rule returns the iterate that it names, out of those the callback saw."""
+    problem = Linear()
+    states: list[Any] = []
+    opt = problem.minimize(
+        select=select,
+        tolerance=eq.Tolerance(relative=1e-12, max_steps=12, patience=None),
+        solver=eq.JointAnderson(step_size=0.2),
+        on_failure="ignore",
+        callback=lambda progress: states.append(progress.state),
+        compact=False,
+    )
+    costs, kkt = torch.stack([s.cost for s in states]), torch.stack([s.kkt for s in states])
+    if select == "last":
+        best = torch.full((BATCH,), len(states) - 1)
+    elif select == "residual":
+        best = kkt.amax(dim=2).argmin(dim=0)
+    elif select == "feasible-cost":
+        best = torch.where(kkt[:, :, 0] < 0.1, costs, torch.inf).argmin(dim=0)
+    else:
+        best = torch.zeros(BATCH, dtype=torch.int64)
+        for i in range(BATCH):  # the rule of the authors' code, sample by sample
+            lowest, least = torch.inf, torch.inf
+            for k in range(len(states)):
+                r, cost = float(kkt[k, i].max()), float(costs[k, i])
+                if k < 10 or r < lowest:
+                    lowest, least, best[i] = r, cost, k
+                elif cost < least and r < 1.3 * lowest:
+                    least, best[i] = cost, k
+    expected = torch.stack([states[int(k)].z[i, 2 * N :] for i, k in enumerate(best)])
+    torch.testing.assert_close(opt.x, expected, atol=0, rtol=0)
+    torch.testing.assert_close(opt.costs, costs, atol=0, rtol=0)
+
+
+def test_step_rules() -> None:
+    """Every rule lowers the cost; a decayed step is the constant one until it decays."""
+    problem = Linear()
+    begin = problem.minimize(tolerance=eq.Tolerance(relative=1e-3, max_steps=1), on_failure="ignore").cost
+    for rule in (
+        "auto",
+        0.05,
+        eq.ConstantStep(0.05, later=0.01, after=20),
+        eq.NormalizedStep(0.1, later=0.02, after=20),
+        eq.MomentumStep(0.01),
+        eq.AdamStep(0.1),
+    ):
+        for solver in (eq.JointAnderson(step_size=rule), eq.JointIteration(step_size=rule, damping=(0.2, 0.2))):
+            opt = problem.minimize(
+                solver=solver, tolerance=eq.Tolerance(relative=1e-6, max_steps=60), on_failure="ignore"
+            )
+            assert bool((opt.check().cost < begin).all()), (rule, solver)
+    runs = []
+    for rule in (ConstantStep(0.05), ConstantStep(0.05, later=0.01, after=5)):
+        xs: list[Tensor] = []
+        problem.minimize(
+            solver=eq.JointIteration(step_size=rule),
+            tolerance=eq.Tolerance(relative=1e-9, max_steps=10),
+            on_failure="ignore",
+            callback=lambda progress, xs=xs: xs.append(progress.value[2]),
+        )
+        runs.append(xs)
+    same = [bool(torch.equal(a, b)) for a, b in zip(*runs, strict=True)]
+    assert same == [True] * 6 + [False] * 4
+
+
+def test_baselines_agree() -> None:
+    problem = Linear()
+    tolerance = eq.Tolerance(relative=1e-7, max_steps=400, patience=None)
+    inner = eq.Tolerance(relative=1e-9, max_steps=100)
+    for warm in (True, False):
+        adam = eq.AdamInput(0.05, warm=warm, tolerance=inner, adjoint=inner)
+        opt = problem.minimize(solver=adam, tolerance=tolerance, on_failure="ignore")
+        torch.testing.assert_close(opt.x, problem.optimum(), atol=1e-3, rtol=0)
+    ball = eq.L2Ball(0.3)
+    pgd = problem.minimize(
+        solver=eq.PGDInput(0.01, tolerance=inner, adjoint=inner),
+        constraint=ball,
+        tolerance=tolerance,
+        on_failure="ignore",
+    )
+    torch.testing.assert_close(pgd.x, problem.constrained(ball), atol=2e-2, rtol=0)
+    assert pgd.stats.products > pgd.stats.steps.max()
+
+
+def test_counts() -> None:
+    """A step costs one f, one loss and one product; besides, the checks and the first radius cost an f each."""
+    problem, calls = Linear(), {"f": 0, "loss": 0}
+
+    def f(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        calls["f"] += 1
+        return problem.f(z, x, y)
+
+    def loss(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        calls["loss"] += 1
+        return problem.loss(z, x, y)
+
+    x0, z0 = torch.zeros(1, D, dtype=DOUBLE), torch.zeros(1, N, dtype=DOUBLE)
+    opt = eq.optimize_input(
+        f, loss, x0, z0, problem.y[:1], tolerance=eq.Tolerance(1e-9, max_steps=20), on_failure="ignore", select="last"
+    )
+    steps = int(opt.stats.steps.max())
+    assert opt.stats.products == steps
+    assert opt.stats.evaluations == steps + 1
+    assert calls["f"] == steps + 3
+    assert calls["loss"] == steps + 2
+
+
+# Values of every kind.
+
+
+def test_nested_values_and_shared_input() -> None:
+    """x and z as nested tuples; one x shared by the three images of a row."""
+    mix = contraction(4, 8)
+
+    def f(z: Any, x: Any, y: Tensor) -> Any:
+        (a, b), (scale, shift) = z, x
+        a = torch.tanh(a @ mix.mT + shift[:, None] + y)  # (batch, 3, 4)
+        return a, torch.tanh(0.3 * b + a.mean(dim=1) * scale)
+
+    def loss(z: Any, x: Any, y: Tensor) -> Tensor:
+        return (z[1] - 0.3).square().sum(dim=1) + 0.01 * sum(part.square().sum(dim=1) for part in x)
+
+    x0 = (torch.ones(6, 4, dtype=DOUBLE), torch.zeros(6, 4, dtype=DOUBLE))
+    z0 = (torch.zeros(6, 3, 4, dtype=DOUBLE), torch.zeros(6, 4, dtype=DOUBLE))
+    opt = eq.optimize_input(
+        f, loss, x0, z0, randn(6, 3, 4, seed=9), tolerance=eq.Tolerance(1e-8, max_steps=300), constraint=eq.L2Ball(3.0)
+    )
+    assert bool(opt.converged.all()), opt
+    assert opt.x[1].shape == (6, 4)
+    assert opt.z[0].shape == opt.mu[0].shape == (6, 3, 4)
+    assert float(opt.check().error.max()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes(dtype: torch.dtype) -> None:
+    problem = Linear()
+    narrow = {name: getattr(problem, name).to(dtype) for name in ("W", "U", "b", "y")}
+    exact = problem.constrained(eq.L2Ball(0.5))
+    vars(problem).update(narrow)
+    x0, z0 = torch.zeros(BATCH, D, dtype=dtype), torch.zeros(BATCH, N, dtype=dtype)
+    opt = eq.optimize_input(
+        problem.f, problem.loss, x0, z0, problem.y, constraint=eq.L2Ball(0.5), on_failure="ignore", select="residual"
+    )
+    assert opt.x.dtype == dtype
+    assert bool((opt.x.norm(dim=1) <= 0.5).all())
+    torch.testing.assert_close(opt.x.double(), exact, atol=2e-3 if dtype == torch.float32 else 0.1, rtol=0)
+
+
+def test_modes() -> None:
+    problem = Linear()
+    reference = problem.minimize()
+    with torch.no_grad():
+        torch.testing.assert_close(problem.minimize().x, reference.x)
+    with torch.inference_mode():
+        y = problem.y * 1.0
+        x0, z0 = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+        opt = eq.optimize_input(problem.f, problem.loss, x0, z0, y, tolerance=TIGHT)
+    torch.testing.assert_close(opt.x, reference.x)
+    empty = eq.optimize_input(problem.f, problem.loss, x0[:0], z0[:0], problem.y[:0])
+    assert empty.x.shape == (0, D)
+    assert "empty" in str(empty)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = eq.WeightNorm(nn.Linear(8, 8))
+        self.dropout = eq.VariationalDropout(0.3)
+        self.inject = nn.Linear(3, 8)
+
+    def forward(self, z: Tensor, x: Tensor, *inputs: Tensor) -> Tensor:
+        return torch.tanh(0.5 * self.dropout(self.linear(z)) + self.inject(x))
+
+
+def test_scope_of_a_solve() -> None:
+    """Weights are derived once, and a dropout mask stays the same, so that a training-mode f has an optimum."""
+    torch.manual_seed(0)
+    cell = Cell().double().train()
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    cell.linear.register_forward_pre_hook(count)
+    y = randn(4, 8, seed=11)
+    opt = eq.optimize_input(
+        cell,
+        lambda z, x, y: (z - y).square().sum(dim=1),
+        torch.zeros(4, 3, dtype=DOUBLE),
+        torch.zeros(4, 8, dtype=DOUBLE),
+        y,
+        tolerance=eq.Tolerance(relative=1e-8, max_steps=300),
+    )
+    assert bool(opt.converged.all()), opt
+    assert calls == opt.stats.evaluations + 2 + 1  # the checks, and the record of the gradient
+    opt.cost.sum().backward()
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in cell.parameters())
+
+
+def test_models_of_the_library() -> None:
+    """MDEQ's cell, a monotone problem and OptEq's cell as f, each behind an injection of x."""
+    torch.manual_seed(0)
+    operator = eq.operators.MonotoneLinear(12, m=1.0).double()
+    monotone = eq.operators.MonotoneProblem(operator, "relu")
+    inject = nn.Linear(3, 12).double().requires_grad_(False)
+    y = randn(3, 12, seed=12).abs()
+    opt = eq.optimize_input(
+        lambda z, x, y: monotone(z, inject(x)),
+        lambda z, x, y: (z - y).square().sum(dim=1) + 0.1 * x.square().sum(dim=1),
+        torch.zeros(3, 3, dtype=DOUBLE),
+        torch.zeros(3, 12, dtype=DOUBLE),
+        y,
+        tolerance=eq.Tolerance(relative=1e-7, max_steps=400),
+    )
+    assert float(opt.check(eq.Tolerance(1e-10, max_steps=500)).error.max()) < 1e-5, opt
+
+    images = torch.rand(2, 3, 16, 16)
+    for name, options in (("mdeq", {"size": "tiny"}), ("mopteq", {})):
+        model = model_of(name, options)
+        if model is None:
+            continue
+        f, z0, loss = model
+        opt = eq.optimize_input(f, loss, torch.zeros_like(images), z0, images, constraint=eq.L2Ball(0.5), select="last")
+        before = loss(eq.fixed_point(lambda z, y: f(z, torch.zeros_like(y), y), z0, images).value, 0 * images, images)
+        assert bool((opt.check().cost < before).all())
+
+
+def model_of(name: str, options: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    return None
+
+
+# What is refused.
+
+
+def attempt(**changes: Any) -> eq.Optimum:
+    problem = Linear()
+    given = {
+        "f": problem.f,
+        "loss": problem.loss,
+        "x0": torch.zeros(BATCH, D, dtype=DOUBLE),
+        "z0": torch.zeros(BATCH, N, dtype=DOUBLE),
+        "y": problem.y,
+        **changes,
+    }
+    f, loss, x0, z0, y = (given.pop(name) for name in ("f", "loss", "x0", "z0", "y"))
+    return eq.optimize_input(f, loss, x0, z0, y, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"loss": lambda z, x, y: (z - y).square().mean()}, ValueError, r"shape \(\).*one cost per sample"),
+        ({"loss": lambda z, x, y: (z - y).square()}, ValueError, "one cost per sample"),
+        ({"loss": lambda z, x, y: (z.detach() - y).square().sum(1)}, RuntimeError, "does not depend differentiably"),
+        ({"loss": None}, TypeError, "loss is a NoneType"),
+        ({"loss": lambda z, x: z.sum(1)}, TypeError, "positional"),
+        ({"f": lambda z, x, y: z @ torch.eye(N, dtype=DOUBLE) * 0 + x.detach().sum()}, RuntimeError, "no gradient can"),
+        ({"x0": torch.zeros(BATCH + 1, D)}, ValueError, f"x0 has batch size {BATCH + 1}, the inputs have {BATCH}"),
+        ({"x0": torch.zeros(BATCH, D, dtype=torch.int64)}, TypeError, "x0 is torch.int64"),
+        ({"select": "best"}, ValueError, "select is 'best'; allowed: 'feasible-cost'"),
+        ({"on_failure": "shout"}, ValueError, "on_failure is 'shout'"),
+        ({"solver": eq.Anderson()}, TypeError, "solver is Anderson.*joint solver"),
+        ({"gradient": eq.ImplicitGradient()}, TypeError, "gradient is ImplicitGradient"),
+        ({"constraint": 1.0}, TypeError, "constraint is 1.0"),
+        ({"tolerance": eq.Tolerance(absolute=1e-3)}, ValueError, "tolerance.absolute is 0.001"),
+    ],
+)
+def test_misuse(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        attempt(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: eq.JointAnderson(step_size="fast"), ValueError, "JointAnderson.step_size is 'fast'"),
+        (lambda: eq.JointAnderson(step_size=-1.0), ValueError, "JointAnderson.step_size is -1.0"),
+        (lambda: eq.JointAnderson(damping=0.5), ValueError, "JointAnderson.damping is 0.5; it must be two numbers"),
+        (lambda: eq.JointAnderson(damping=(0.5, 1.0)), ValueError, "two numbers in"),
+        (lambda: eq.JointAnderson(kind=3), ValueError, "kind is 3"),
+        (lambda: eq.JointIteration(eq.NewtonKrylov()), TypeError, "evaluate F once per step"),
+        (lambda: eq.JointAnderson(memmory=3), TypeError, "did you mean 'memory'"),
+        (lambda: eq.NormalizedStep(0.0), ValueError, "NormalizedStep.length is 0.0"),
+    ],
+)
+def test_options_are_checked(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_joint_solver_needs_the_joint_problem() -> None:
+    with pytest.raises(TypeError, match="JointAnderson needs the joint problem of equipoise.optimize_input"):
+        eq.fixed_point(lambda z, x: z / 2 + x, torch.zeros(2, 3), torch.ones(2, 3), solver=eq.JointAnderson())
+
+
+def test_an_f_that_mixes_samples_is_named() -> None:
+    problem = Linear(batch=16)
+
+    def f(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return problem.f(z, x, y) + 0.3 * z.mean(dim=0)
+
+    x0, z0 = torch.zeros(16, D, dtype=DOUBLE), torch.zeros(16, N, dtype=DOUBLE)
+    opt = eq.optimize_input(f, problem.loss, x0, z0, problem.y, on_failure="ignore")
+    assert not bool(opt.converged.any()) or bool((opt.result == eq.Result.COUPLED).all())
+
+
+# Diagnosis.
+
+
+def test_diagnose() -> None:
+    problem = Linear()
+    opt = problem.minimize(constraint=eq.L2Ball(0.3))
+    words = str(eq.diagnose(opt))
+    assert "All 5 samples converged" in words
+    assert "constraint is active for 5 of the 5" in words
+    assert "agrees with that at z*(x)" in words
+    assert float(opt.check().error.max()) < 1e-9
+
+    wild = problem.minimize(
+        solver=eq.JointIteration(step_size=1.5), tolerance=eq.Tolerance(1e-6, max_steps=40), on_failure="ignore"
+    )
+    words = str(eq.diagnose(wild))
+    assert "failed" in words
+    assert "step of x is too long" in words or "NaN or infinite" in words
+
+    loose = problem.minimize(
+        solver=eq.JointIteration(step_size=1e-3),
+        tolerance=eq.Tolerance(1e-6, max_steps=3),
+        on_failure="ignore",
+        select="last",
+    )
+    assert "differs from that at z*(x)" in str(eq.diagnose(loose))
+
+    problem.W = contraction(N, 1, norm=3.0)
+    words = str(eq.diagnose(problem.minimize(tolerance=eq.Tolerance(1e-6, max_steps=5), on_failure="ignore")))
+    assert "not contractive" in words or "NaN or infinite" in words
+
+
+def test_failures_are_reported() -> None:
+    problem, few = Linear(), eq.Tolerance(relative=1e-9, max_steps=3)
+    with pytest.warns(eq.ConvergenceWarning, match="forward solve failed"):
+        problem.minimize(tolerance=few)
+    with pytest.raises(eq.ConvergenceError, match="5 MAX_STEPS"):
+        problem.minimize(tolerance=few, on_failure="raise")
+    text = str(problem.minimize(tolerance=few, on_failure="ignore"))
+    assert "0 of 5 samples converged" in text
+    assert "KKT residuals z" in text
+
+
+def test_own_projection_object() -> None:
+    assert isinstance(Projection(lambda x: x.clamp(0, 1)), Constraint)
