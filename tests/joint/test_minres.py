@@ -85,6 +85,8 @@ def test_singular_and_inconsistent_stays_finite():
     found = solved(matrix, b, tolerance=Tolerance(relative=1e-10, max_steps=100))
     assert found.z.isfinite().all()
     assert not found.stats.result.eq(Result.CONVERGED).any()
+    unreachable = b - times(matrix @ torch.linalg.pinv(matrix, hermitian=True, rtol=1e-8), b)
+    assert ((b - times(matrix, found.z)).norm(dim=1) < 1.2 * unreachable.norm(dim=1)).all()
 
 
 def minimal_residuals(matrix, b, steps):
