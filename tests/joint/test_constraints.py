@@ -44,7 +44,10 @@ def in_box(x, low, high):
 
 
 def on_sphere(x, center, radius):
-    exact = scaled_row_norms(x.double() - center.double())
+    offset = x.double() - center.double()
+    exact = torch.tensor(
+        [math.sqrt(math.fsum(entry**2 for entry in row)) for row in offset.tolist()], dtype=torch.float64
+    )
     sizes = torch.as_tensor(radius, dtype=torch.float64)
     coarse = torch.finfo(x.dtype).eps * center.double().norm(dim=1)  # what rounding x itself may move
     return bool(((exact - sizes).abs() <= 4 * torch.finfo(x.dtype).eps * sizes + coarse).all())
