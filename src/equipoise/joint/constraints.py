@@ -169,15 +169,19 @@ class L2Ball(RoundSet):
     center: Any = None
 
     def limit(self) -> Tensor:
-        """Return the true norm up to which no computed norm exceeds the radius."""
-        return self.size * (1 - 2 * self.grid.coarsest - self.grid.eps * self.middle.shape[1] / 4)
+        """Return the norm, as computed here, up to which none computed in the dtype of x exceeds the radius."""
+        return self.size * (1 - 2 * self.grid.coarsest - self.grid.eps * self.middle.shape[1] / 4 - self.doubt)
+
+    @property
+    def doubt(self) -> float:
+        return torch.finfo(self.size.dtype).eps * self.middle.shape[1] / 4  # relative error of norms computed here
 
     def holds(self, rows: Tensor) -> Tensor:
         return norms(self.offset(self.grid.rounded(rows))) <= self.limit()
 
     def target(self, shrink: float = 0.0) -> Tensor:
         """Return the norm to which points are projected."""
-        return self.limit() * (1 - self.grid.eps) * (1 - shrink)
+        return self.limit() * (1 - 2 * self.grid.eps - 2 * self.doubt) * (1 - shrink)
 
     def nearest(self, rows: Tensor, shrink: float = 0.0) -> Tensor:
         offset, target = self.offset(rows), self.target(shrink)

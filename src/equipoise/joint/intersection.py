@@ -18,7 +18,7 @@ from equipoise.joint.constraints import Constraint, IntervalSet, L2Ball, Sphere,
 from equipoise.joint.rounding import Grid, attached, norms, wide
 
 SHRINKAGE = 1e-6  # fraction by which sets are shrunk at first, where the nearest point is not exact
-SWEEPS = 300  # limit on the sweeps of Dykstra's algorithm
+SWEEPS = 500  # limit on the sweeps of Dykstra's algorithm
 POLISHING = 20  # rounds of projections onto single parts, after which sets are shrunk further
 
 
@@ -85,9 +85,9 @@ class Intersection(Constraint):
     """All x that satisfy several constraints.
 
     Boxes and one ball are projected onto exactly. Further balls and functions take Dykstra's algorithm, to a relative
-    accuracy of about 1e-6, on sets shrunk by that much, so that rounding leaves none of them. It needs many sweeps for
-    points that are far away compared with the size of the sets, and stops after 300. Functions are satisfied to that
-    accuracy only.
+    accuracy of about 1e-6, on sets shrunk by that much, so that rounding leaves none of them. The number of sweeps
+    grows with the distance from the sets; after 500 the point found is allowed, but may not be quite the nearest.
+    Functions are satisfied to an accuracy of 1e-6 only.
 
     Args:
         constraints: convex constraints, or functions that project; a :class:`Sphere` is not convex.

@@ -4,6 +4,7 @@ C. Paige and M. Saunders, "Solution of sparse indefinite systems of linear equat
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,19 +26,18 @@ class MINRESState(GapState):
     last_v: Tensor
     w: Tensor
     last_w: Tensor
-    beta: Tensor  # off-diagonal entry of the tridiagonal matrix: v . (I - A) last_v
-    delta: Tensor  # that column of the matrix, rotated once; of the next one, the entry on the diagonal above
-    epsilon: Tensor  # the entry two above the diagonal of the next column
-    cosine: Tensor
+    beta: Tensor  # entry v . (I - A) last_v of the tridiagonal matrix
+    delta: Tensor  # the next column after the rotation before last: entry above the diagonal
+    epsilon: Tensor  # the one above that
+    cosine: Tensor  # the last rotation
     sine: Tensor
-    length: Tensor  # ||gap|| by its recurrence, signed
+    length: Tensor  # ||gap||, by its recurrence
     size: Tensor  # estimate of ||I - A||
 
-    def renewed(self, where: Tensor) -> Self:
-        """Return the state in which some samples start a new Krylov space from their residual."""
-        fresh = started(self.z, self.gap, self.size)
+    def where(self, samples: Tensor, other: Self) -> Self:
+        """Return the state with some samples replaced by those of ``other``."""
         names = [field.name for field in dataclasses.fields(self)]
-        return type(self)(*(torch.where(where, getattr(fresh, name), getattr(self, name)) for name in names))
+        return type(self)(*(torch.where(samples, getattr(other, name), getattr(self, name)) for name in names))
 
 
 def started(z: Tensor, gap: Tensor, size: Tensor) -> MINRESState:
@@ -58,8 +58,10 @@ class MINRES(Solver):
 
     1. The residual vector is updated along with its norm, by r_k = s_k^2 r_{k-1} - c_k phi_k v_{k+1}; the loop measures
        residuals, and measures them anew at the end.
-    2. A sample whose Krylov space is exhausted starts a new one from its residual.
-    3. A rotated diagonal entry of zero, to rounding, adds no direction: the system is singular.
+    2. A sample stops where no direction reduces its residual, ||(I - A) r|| <= sqrt(eps) ||I - A|| ||r||, as it happens
+       if the system is singular and b not consistent. Further steps would follow the null space without bound, which
+       looks like convergence to a criterion relative to ||u||.
+    3. A sample whose Krylov space is exhausted starts a new one from its residual.
 
     Example:
         >>> eq.KKTGradient(solver=eq.MINRES())
@@ -86,28 +88,16 @@ class MINRES(Solver):
         above = state.cosine * state.delta + state.sine * alpha
         diagonal = state.sine * state.delta - state.cosine * alpha
         gamma = torch.hypot(diagonal, beta)
-        singular = gamma <= 10 * eps * size
-        cosine = safe_ratio(diagonal, gamma).masked_fill(singular, 0.0)
-        sine = safe_ratio(beta, gamma).masked_fill(singular, 1.0)
-        inverse = safe_ratio(torch.ones_like(gamma), gamma).masked_fill(singular, 0.0)
-        w = (v - state.epsilon * state.last_w - above * state.w) * inverse
+        cosine, sine = safe_ratio(diagonal, gamma), safe_ratio(beta, gamma)
+        w = (v - state.epsilon * state.last_w - above * state.w) * safe_ratio(torch.ones_like(gamma), gamma)
         length = sine * state.length
         z = torch.addcmul(state.z, cosine * state.length, w)
         gap = sine.square() * state.gap - cosine * length * next_v
-        following = MINRESState(
-            z,
-            z + gap,
-            gap,
-            next_v,
-            v,
-            w,
-            state.w,
-            beta,
-            -state.cosine * beta,
-            state.sine * beta,
-            cosine,
-            sine,
-            length,
-            size,
-        )
-        return following.renewed(exhausted) if bool(exhausted.any()) else following
+        delta, epsilon = -state.cosine * beta, state.sine * beta
+        lanczos, rotation = (next_v, v, w, state.w, beta), (delta, epsilon, cosine, sine)
+        following = MINRESState(z, z + gap, gap, *lanczos, *rotation, length, size)
+        # ||(I - A) r|| / ||r|| of the state.
+        settled = torch.hypot(diagonal, delta) <= math.sqrt(eps) * size
+        if bool((exhausted | settled).any()):
+            return following.where(exhausted, started(z, gap, size)).where(settled, state)
+        return following

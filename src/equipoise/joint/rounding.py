@@ -95,7 +95,9 @@ def wide(rows: Tensor) -> Tensor:
 def norms(rows: Tensor) -> Tensor:
     """Return the 2-norm of every row, (batch, 1), differentiable; no square underflows or overflows."""
     unit = powers_of_two(largest_entries(rows.detach()))[:, None]
-    return torch.linalg.vector_norm(rows / unit, dim=1, keepdim=True) * unit
+    total = (rows / unit).square().sum(dim=1, keepdim=True)  # in blocks, which vector_norm does not
+    zero = total == 0
+    return total.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0) * unit
 
 
 class Attached(torch.autograd.Function):
