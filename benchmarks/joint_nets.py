@@ -485,6 +485,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     names = arguments.names or list(SETTINGS)
     rows = [stored(name, arguments.folder, arguments.again)[1] for name in names]
+    rows = [{key: f"{v:.4f}" if isinstance(v, float) and key != "seconds" else v for key, v in r.items()} for r in rows]
     show(f"Trained networks; residual after {STEPS_OF_RESIDUAL} plain iterations, processor seconds", rows)
 
 
