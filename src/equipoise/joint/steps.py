@@ -36,7 +36,7 @@ class InputStep(ABC):
 
         Args:
             gradient: (batch, d) rows of dL/dx.
-            automatic: (batch,) step sizes R / sqrt(sum of squared gradient norms); 0 while R is unknown.
+            automatic: (batch,) step sizes of :class:`AutoStep`; 0 while R is unknown.
         """
 
 
@@ -48,8 +48,9 @@ def scaled(gradient: Tensor, size: Tensor) -> Move:
 class AutoStep(InputStep):
     """Distance over gradients: R / sqrt(sum of |g|^2 so far), where R is the farthest that x has been from x0.
 
-    R starts as the distance that would change f by half its norm, measured by one evaluation of f; so the step does
-    not depend on the units of the loss, of x or of z, and there is nothing to tune.
+    R starts as the distance that would change f by half its norm, measured by one evaluation of f. The step is at most
+    a fifth of the inverse of the curvature that g has shown lately. So it does not depend on the units of the loss, of
+    x or of z, and there is nothing to tune.
 
     Reference: M. Ivgi, O. Hinder, Y. Carmon, "DoG is SGD's best friend" (2023).
     """
