@@ -29,9 +29,9 @@ SLACK = 1.3  # growth of the residual that the paper's code accepts for a lower 
 NUDGE = 1e-3  # change of f, relative to its norm, by which the first radius is measured
 HALF = 0.5  # change of f, relative to its norm, that the first radius allows
 SCALES = 4  # columns of JointState.scale
-FADE = 0.9  # per step, of the curvature
+SLOPES = 12  # number of steps over which the largest curvature counts
 SHARE_OF_NEWTON = 0.2  # of the automatic step, relative to 1 / curvature
-FARTHEST = 0.5  # fraction of the radius that x moves at most in one step
+FARTHEST = 0.35  # fraction of the radius that x moves at most in one step
 GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
 RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
 SELECT = ("feasible-cost", "residual", "last", "paper")
@@ -50,7 +50,7 @@ class JointState(State):
     kkt: Tensor  # (batch, 3)
     scale: Tensor  # (batch, 4): radius R, sum of |g|^2, largest norms of the images of z and mu
     origin: Tensor  # first x
-    curvature: Tensor  # of the cost along x: the largest recent change of g per change of x
+    slopes: Tensor  # (batch, 12): the latest changes of g per change of x
     size: Tensor  # b: step size of x; 0 while it is unknown
     by: Tensor  # next move of x, projected
     better: Tensor  # which samples prefer this iterate
@@ -118,7 +118,7 @@ class JointSolver(Solver):
         energy, peak = at.gradient.square().sum(dim=1), image_norms(joint, at.image)
         if before is None:
             seen, origin, radius = 0, x, torch.zeros_like(energy)
-            curvature = torch.zeros_like(energy)
+            slopes = v.new_zeros(len(v), SLOPES)
         else:
             seen, origin = before.seen + 1, before.origin
             radius, earlier = before.scale[:, 0], before.scale[:, 1]
@@ -129,9 +129,9 @@ class JointSolver(Solver):
             radius = torch.maximum(radius, row_norms(x - origin))
             slope = row_norms(at.gradient - before.gradient) / row_norms(x - before.z[:, joint.x])
             slope = torch.where(torch.isfinite(slope), slope, 0.0)
-            curvature = torch.maximum(slope, FADE * before.curvature)
+            slopes = torch.cat([slope[:, None], before.slopes[:, :-1]], dim=1)
         scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
-        automatic = torch.minimum(automatic_size(scale), SHARE_OF_NEWTON / curvature)
+        automatic = torch.minimum(automatic_size(scale), SHARE_OF_NEWTON / slopes.amax(dim=1))
         move = self.rule.move(at.gradient, automatic, seen, moments)
         size = torch.zeros_like(automatic) if move.size is None else move.size
         by, gap = move.by, at.gap
@@ -154,7 +154,7 @@ class JointSolver(Solver):
             kkt,
             scale,
             origin,
-            curvature,
+            slopes,
             size,
             by,
             better,
@@ -322,7 +322,7 @@ class JointAnderson(JointSolver):
     S^T W Y gamma = S^T W G (type I) or Y^T W Y gamma = Y^T W G (type II), and the next iterate is
     v - S gamma + D (G - Y gamma), with D = (1 - damping, step size of x). The weights W of the blocks are
     1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
-    the loss nor those of x matter. A step is shortened to move x by at most R / 2; x is projected after extrapolation; a
+    the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after extrapolation; a
     step that is not finite becomes a damped one at the same x, and a sample whose residual grows tenfold starts a new
     history.
 
