@@ -186,8 +186,9 @@ def test_batch_independence() -> None:
 
 def test_one_slow_sample_does_not_hold_the_others() -> None:
     problem = Linear(batch=64)
+    problem.W = torch.diag(torch.linspace(-0.6, 0.6, N, dtype=DOUBLE))
     stiff = torch.ones(64, 1, dtype=DOUBLE)
-    stiff[5] = 1.58  # times W: the spectral radius of this sample is near 1
+    stiff[5] = 1.66  # times W: the spectral radius of this sample is 0.996
 
     def f(z: Tensor, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
         return factor * (z @ problem.W.mT) + x @ problem.U.mT + problem.b
@@ -200,8 +201,8 @@ def test_one_slow_sample_does_not_hold_the_others() -> None:
         warnings.simplefilter("ignore", eq.ConvergenceWarning)
         opt = eq.optimize_input(f, loss, x0, z0, problem.y, stiff, tolerance=TIGHT)
     slow, rest = int(opt.stats.steps[5]), torch.cat([opt.stats.steps[:5], opt.stats.steps[6:]])
-    assert slow > 1.2 * int(rest.max())
-    assert opt.stats.rows < 0.9 * 64 * slow
+    assert slow > 1.4 * float(rest.float().median())
+    assert opt.stats.rows < 0.8 * 64 * slow
 
 
 def feasible(constraint: Constraint, x: Tensor) -> bool:
@@ -381,13 +382,13 @@ def test_nested_values_and_shared_input() -> None:
 
     x0 = (torch.ones(6, 4, dtype=DOUBLE), torch.zeros(6, 4, dtype=DOUBLE))
     z0 = (torch.zeros(6, 3, 4, dtype=DOUBLE), torch.zeros(6, 4, dtype=DOUBLE))
-    opt = eq.optimize_input(
-        f, loss, x0, z0, randn(6, 3, 4, seed=9), tolerance=eq.Tolerance(1e-8, max_steps=300), constraint=eq.L2Ball(3.0)
-    )
+    tolerance = eq.Tolerance(relative=1e-6, max_steps=600, patience=None)
+    y = randn(6, 3, 4, seed=9)
+    opt = eq.optimize_input(f, loss, x0, z0, y, tolerance=tolerance, constraint=eq.L2Ball(3.0))
     assert bool(opt.converged.all()), opt
     assert opt.x[1].shape == (6, 4)
     assert opt.z[0].shape == opt.mu[0].shape == (6, 3, 4)
-    assert float(opt.check().error.max()) < 1e-6
+    assert float(opt.check().error.max()) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -445,11 +446,11 @@ def test_scope_of_a_solve() -> None:
     y = randn(4, 8, seed=11)
     opt = eq.optimize_input(
         cell,
-        lambda z, x, y: (z - y).square().sum(dim=1),
+        lambda z, x, y: (z - y).square().sum(dim=1) + 0.3 * x.square().sum(dim=1),
         torch.zeros(4, 3, dtype=DOUBLE),
         torch.zeros(4, 8, dtype=DOUBLE),
         y,
-        tolerance=eq.Tolerance(relative=1e-8, max_steps=300),
+        tolerance=eq.Tolerance(relative=1e-8, max_steps=400, patience=None),
     )
     assert bool(opt.converged.all()), opt
     assert calls == opt.stats.evaluations + 2 + 1  # the checks, and the record of the gradient
@@ -458,35 +459,62 @@ def test_scope_of_a_solve() -> None:
 
 
 def test_models_of_the_library() -> None:
-    """MDEQ's cell, a monotone problem and OptEq's cell as f, each behind an injection of x."""
+    """A monotone problem, and the cells of MDEQ and MOptEq, as f: x is added to the image that is injected."""
     torch.manual_seed(0)
     operator = eq.operators.MonotoneLinear(12, m=1.0).double()
-    monotone = eq.operators.MonotoneProblem(operator, "relu")
+    monotone = eq.operators.MonotoneProblem(operator, "tanh")
     inject = nn.Linear(3, 12).double().requires_grad_(False)
-    y = randn(3, 12, seed=12).abs()
     opt = eq.optimize_input(
         lambda z, x, y: monotone(z, inject(x)),
         lambda z, x, y: (z - y).square().sum(dim=1) + 0.1 * x.square().sum(dim=1),
         torch.zeros(3, 3, dtype=DOUBLE),
         torch.zeros(3, 12, dtype=DOUBLE),
-        y,
-        tolerance=eq.Tolerance(relative=1e-7, max_steps=400),
+        randn(3, 12, seed=12).abs(),
+        tolerance=eq.Tolerance(relative=1e-7, max_steps=400, patience=None),
     )
-    assert float(opt.check(eq.Tolerance(1e-10, max_steps=500)).error.max()) < 1e-5, opt
-
-    images = torch.rand(2, 3, 16, 16)
-    for name, options in (("mdeq", {"size": "tiny"}), ("mopteq", {})):
-        model = model_of(name, options)
-        if model is None:
-            continue
-        f, z0, loss = model
-        opt = eq.optimize_input(f, loss, torch.zeros_like(images), z0, images, constraint=eq.L2Ball(0.5), select="last")
-        before = loss(eq.fixed_point(lambda z, y: f(z, torch.zeros_like(y), y), z0, images).value, 0 * images, images)
-        assert bool((opt.check().cost < before).all())
+    assert bool(opt.converged.all()), opt
+    assert float(opt.check(eq.Tolerance(1e-10, max_steps=500)).error.max()) < 1e-5
 
 
-def model_of(name: str, options: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    return None
+@pytest.mark.parametrize("name", ["mdeq", "opteq"])
+def test_attack_on_a_model_of_the_library(name: str) -> None:
+    """A whole classifier: x is added to the image before the stem."""
+    torch.manual_seed(0)
+    images, labels = torch.rand(2, 1, 16, 16), torch.tensor([3, 5])
+    if name == "mdeq":
+        model: Any = eq.models.MDEQ((1, 16, 16), 10, size="cifar10-small", channels=(8, 8), head_channels=(4, 8))
+    else:
+        model = eq.models.OptEq((1, 16, 16), 10, channels=16)
+    model.eval().requires_grad_(False)
+    model.equilibrium.on_failure = "ignore"
+
+    def injected(pictures: Tensor) -> tuple[Any, ...]:
+        return ((model.features(pictures),),) if name == "mdeq" else model.cell.prepare(model.stem(pictures))
+
+    def f(z: Any, x: Tensor, y: Tensor, labels: Tensor) -> Any:
+        return model.equilibrium.f(z, *injected(y + x))
+
+    def loss(z: Any, x: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(z) if name == "mdeq" else model.read(z)
+        return -nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    opt = eq.optimize_input(
+        f,
+        loss,
+        torch.zeros_like(images),
+        model.equilibrium.start(injected(images)),
+        images,
+        labels,
+        constraint=eq.L2Ball(1.0),
+        tolerance=eq.Tolerance(relative=1e-3, max_steps=30),
+        on_failure="ignore",
+    )
+    before, after = (
+        nn.functional.cross_entropy(model(pictures), labels, reduction="none") for pictures in (images, images + opt.x)
+    )
+    if name == "opteq":  # an untrained MDEQ is not contractive, so that its answers are arbitrary
+        assert bool((after > before).all()), (before, after)
+    assert bool((opt.x.flatten(1).norm(dim=1) <= 1.0).all())
 
 
 # What is refused.
@@ -584,7 +612,7 @@ def test_diagnose() -> None:
     assert "step of x is too long" in words or "NaN or infinite" in words
 
     loose = problem.minimize(
-        solver=eq.JointIteration(step_size=1e-3),
+        solver=eq.JointIteration(step_size=1e-3, damping=(0.99, 0.99)),
         tolerance=eq.Tolerance(1e-6, max_steps=3),
         on_failure="ignore",
         select="last",
