@@ -233,6 +233,7 @@ class Report:
     on_failure: str
     solution: weakref.ref[Any] | None = None  # weak: its value holds the graph that holds this
     settings: str = BACKWARD_SETTINGS  # options of the backward solve, for the advice
+    owner: str = "Solution"  # the object whose ``stats`` show the failures
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
@@ -248,7 +249,7 @@ class Report:
             )
         # Without numbers, so that Python shows it once per line of user code and kind of failure.
         kind = next(iter(failures)).name
-        message = f"the {which} solve failed for some samples ({kind}; see Solution.stats). {advice}"
+        message = f"the {which} solve failed for some samples ({kind}; see {self.owner}.stats). {advice}"
         warn_user(message, ConvergenceWarning)
 
 

@@ -35,14 +35,14 @@ def randn(*shape: int, seed: int) -> Tensor:
 def parameters() -> list[Tensor]:
     W = randn(N, N, seed=0)
     W = 0.6 * W / torch.linalg.matrix_norm(W, 2)
-    return [W, 0.7 * randn(D, N, seed=1), randn(N, seed=2), randn(N, 4, seed=3), randn(BATCH, 4, seed=4)]
+    return [W, 0.7 * randn(D, N, seed=1), 0.3 * randn(N, seed=2), 0.4 * randn(N, 4, seed=3), randn(BATCH, 4, seed=4)]
 
 
 def optimum(tensors: list[Tensor], constraint: Any = None, gradient: JointGradient = KKT, scale: float = 1.0) -> Any:
     W, U, b, head, y = tensors
     return eq.optimize_input(
         lambda z, x, y: torch.tanh(z @ W.mT + x @ U + b),
-        lambda z, x, y: scale * ((z @ head - y).square().sum(dim=1) / 2 + 0.05 * x.square().sum(dim=1)),
+        lambda z, x, y: scale * ((z @ head - y).square().sum(dim=1) / 2 + 0.5 * x.square().sum(dim=1)),
         torch.full((BATCH, D), 0.1, dtype=DOUBLE),
         torch.zeros(BATCH, N, dtype=DOUBLE),
         y,
@@ -153,7 +153,7 @@ def test_singular_latent_needs_a_proximal_term() -> None:
         rule = eq.KKTGradient(tolerance=eq.Tolerance(relative=1e-9, max_steps=200), proximal=proximal)
         opt = eq.optimize_input(
             lambda z, x, y: torch.tanh(z @ leaf.mT + x @ flat + b),
-            lambda z, x, y: (z @ head - y).square().sum(dim=1) / 2 + 0.05 * x[:, :D].square().sum(dim=1),
+            lambda z, x, y: (z @ head - y).square().sum(dim=1) / 2 + 0.5 * x[:, :D].square().sum(dim=1),
             torch.zeros(BATCH, D + 1, dtype=DOUBLE),
             torch.zeros(BATCH, N, dtype=DOUBLE),
             y,
@@ -180,9 +180,8 @@ def test_envelope_refuses_other_gradients() -> None:
         with pytest.raises(RuntimeError, match=r"gradient of opt.cost only.*KKTGradient"):
             getattr(opt, name).sum().backward()
     opt = optimum(tensors, gradient=eq.EnvelopeGradient())
-    (first,) = torch.autograd.grad(opt.cost.sum(), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad(opt.cost.sum(), tensors[0], create_graph=True)
     opt = optimum(tensors)
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         torch.autograd.grad(opt.x.sum(), tensors[0], create_graph=True)
@@ -190,7 +189,7 @@ def test_envelope_refuses_other_gradients() -> None:
 
 def test_no_gradient_is_attached_when_none_is_needed() -> None:
     opt = optimum(parameters())
-    assert not (opt.x.requires_grad or opt.z.requires_grad or opt.cost.requires_grad)
+    assert not any(tensor.requires_grad for tensor in (opt.x, opt.z, opt.cost))
     with torch.no_grad():
         opt = optimum([tensor.requires_grad_() for tensor in parameters()])
     assert not opt.cost.requires_grad
@@ -205,7 +204,7 @@ def test_failed_samples_do_not_spoil_gradients() -> None:
     for rule in (eq.EnvelopeGradient(), KKT, eq.DetachedGradient()):
         opt = eq.optimize_input(
             lambda z, x, y: torch.tanh(z @ leaf.mT + x @ tensors[1] + y[:, :1]),
-            lambda z, x, y: (z @ tensors[3] - y).square().sum(dim=1) / 2 + 0.05 * x.square().sum(dim=1),
+            lambda z, x, y: (z @ tensors[3] - y).square().sum(dim=1) / 2 + 0.5 * x.square().sum(dim=1),
             torch.zeros(BATCH, D, dtype=DOUBLE),
             torch.zeros(BATCH, N, dtype=DOUBLE),
             y,

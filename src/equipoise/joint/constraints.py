@@ -205,7 +205,7 @@ class L2Ball(RoundSet):
 class Sphere(RoundSet):
     """All x with ||x - center||_2 = radius, to rounding.
 
-    The center is as far from every point of the sphere; it is projected along the first axis.
+    The center itself is equally far from all points; it is projected along the first axis.
 
     Args:
         radius: positive number, or tensor of shape (batch,).
@@ -247,7 +247,10 @@ class IntervalSet(Constraint):
 
     def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent:
         small = 10 * self.grid.eps * largest_entries(gradient)[:, None]
-        blocked = ((rows <= self.lower) & (gradient > small)) | ((rows >= self.upper) & (gradient < -small))
+        span = self.upper - self.lower
+        margin = ACTIVE * torch.where(span.isfinite(), span, torch.maximum(self.lower, -self.upper).abs())
+        low, high = rows <= self.lower + margin, rows >= self.upper - margin
+        blocked = (low & (gradient > small)) | (high & (gradient < -small))
         fixed = blocked | (self.lower >= self.upper)
         return Tangent(lambda v: v.masked_fill(fixed, 0.0), rows.new_zeros(len(rows)))
 

@@ -9,18 +9,18 @@ tangent space, and H has the curvature of the constraint, times its multiplier, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from equipoise.gradients.implicit import ImplicitGradient, _Attach, gradients, recorded
 from equipoise.joint.constraints import Tangent
 from equipoise.joint.minres import MINRES
 from equipoise.joint.problem import Joint
-from equipoise.joint.solvers import automatic_size
+from equipoise.joint.solvers import SCALES, automatic_size
 from equipoise.options import option, options
 from equipoise.problem.layout import row_norms
 from equipoise.problem.problem import Count, DerivedProblem
@@ -32,6 +32,8 @@ from equipoise.tolerance import Tolerance
 
 class JointGradient(ABC):
     """How an optimum is differentiated."""
+
+    holds_x: ClassVar[bool] = False  # whether x and mu are constants
 
     @abstractmethod
     def attach(self, joint: Joint, solved: Solved, report: Report) -> tuple[Tensor, Tensor]:
@@ -110,8 +112,7 @@ class KKTGradient(JointGradient):
 
     def pull(self, system: System, report: Report, cotangent: Tensor) -> Tensor:
         """Return the cotangent of the KKT conditions, -H^-1 times that of v."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError("an optimum has first derivatives only: do not use create_graph=True here.")
+        refuse_second_derivatives()
         finite = torch.isfinite(cotangent).all(dim=1, keepdim=True)
         system.begin(torch.where(finite, cotangent, 0.0))
         solver = self.solver or (MINRES() if system.symmetric else GMRES(memory=50))
@@ -159,7 +160,9 @@ class System(DerivedProblem):
 
     def begin(self, cotangent: Tensor) -> None:
         """Measure the units of the blocks, and set the right-hand side."""
-        joint, probe = self.joint, torch.randn_like(cotangent[:1]).expand_as(cotangent)
+        joint = self.joint
+        random = torch.randn(cotangent.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        probe = random.to(cotangent).expand_as(cotangent)
         sizes = []
         for block, answer in ((joint.z, joint.z), (joint.x, joint.mu)):
             only = torch.zeros_like(cotangent)
@@ -213,6 +216,7 @@ class DetachedGradient(JointGradient):
         gradient: rule for z*, such as ``ImplicitGradient(tolerance=...)``.
     """
 
+    holds_x = True
     gradient: ImplicitGradient = option(
         default=ImplicitGradient(solver=Anderson(), tolerance=Tolerance(relative=1e-6, max_steps=200)),
         kind=ImplicitGradient,
@@ -221,12 +225,18 @@ class DetachedGradient(JointGradient):
     def attach(self, joint: Joint, solved: Solved, report: Report) -> tuple[Tensor, Tensor]:
         v = solved.z
         inner = joint.inference(v)
-        stats, state = solved.stats, v[:, joint.z]
+        assert solved.companion is not None
+        stats, state = replace(solved.stats, residual=solved.companion[:, SCALES]), v[:, joint.z]
         outcome = Solved(state, None, stats, inner, Anderson(), solved.tolerance, solved.converged, [])
         with torch.enable_grad():
             z = self.gradient.attach(outcome, report)
             rows = torch.cat([z, v[:, joint.n :]], dim=1)
             return rows, joint.costs(rows)
+
+
+def refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError("an optimum has first derivatives only: do not use create_graph=True here.")
 
 
 class _Once(torch.autograd.Function):
@@ -237,13 +247,13 @@ class _Once(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        refuse_second_derivatives()
         return cotangents[0]
 
 
 class _Refused(torch.autograd.Function):
-    """A value through which no gradient can be had, rather than a wrong one."""
+    """A value whose backward pass raises an error, rather than give a wrong gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, graph: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def optimize_input(
     """Minimise loss(z, x, *inputs) over x subject to z = f(z, x, *inputs), for every sample of a batch (JIIO).
 
     z, its adjoint mu, and x move together in one fixed-point iteration: each step costs one f, one loss and one
-    vector-Jacobian product, where optimising x around a solver costs two solves per step.
+    vector-Jacobian product, whereas an optimiser around a solver needs two solves per step.
 
     Args:
         f: function or module ``f(z, x, *inputs) -> z``.
@@ -97,8 +97,8 @@ def optimize_input(
             :class:`Intersection`, or a function that projects x; None for any x.
         solver: joint solver, or :class:`AdamInput` or :class:`PGDInput` for comparison.
         tolerance: bound on the relative residuals of z, mu and x, and the number of steps.
-        gradient: rule of differentiation with respect to everything that f and the loss depend on; used only when a
-            gradient is needed. x0 and z0 get none.
+        gradient: rule for gradients with respect to the parameters, inputs and captured tensors of f and the loss;
+            used only when a gradient is needed. x0 and z0 get none.
         select: which iterate is returned for a sample that has not converged: "feasible-cost", the least cost among
             those with ||f - z|| below a tenth of ||f||; "residual", the lowest KKT residual; "last"; or "paper", the
             rule of the authors' code.
@@ -156,7 +156,8 @@ def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: O
         if options.callback is not None:
             options.callback(progress)
 
-    report = Report(options.on_failure, settings="KKTGradient(tolerance=...) or DetachedGradient(gradient=...)")
+    settings = "KKTGradient(tolerance=...) or DetachedGradient(gradient=...)"
+    report = Report(options.on_failure, settings=settings, owner="Optimum")
     v = problem.pack((z, rebuild(z, [torch.zeros_like(t) for t in tensors(z)]), x))
     solved = solve(problem, v, v, options.solver, options.tolerance, Watch(options.trace, follow))
     rows, cost, kkt = attached(solved, options.gradient if needs_gradient else None, report)
@@ -165,6 +166,8 @@ def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: O
         report.failure(solved.stats, "forward", below_rounding=solved.below_rounding)
     z, mu, x = problem.unpack(rows)
     z, mu, x = (rebuild(part, [t.clone() for t in tensors(part)]) for part in (z, mu, x))
+    if options.gradient.holds_x:
+        mu, x = (rebuild(part, [t.detach() for t in tensors(part)]) for part in (mu, x))
     optimum = Optimum(x, z, mu, cost, kkt, solved.stats, solved=solved, course=course)
     report.solution = weakref.ref(optimum)  # type: ignore[assignment]
     return optimum
@@ -264,7 +267,7 @@ def attached(solved: Solved, gradient: JointGradient | None, report: Report) -> 
             assert narrow is not None
             with torch.no_grad():
                 every = joint.costs(v)
-            rows, cost = gradient.attach(narrow, part, report)
+            rows, cost = gradient.attach(narrow, part, replace(report))  # a copy: its statistics would not fit
             rows, cost = v.index_copy(0, finite, rows), every.index_copy(0, finite, cost)
         else:
             rows, cost = v.clone().requires_grad_(), joint.costs(v).detach().requires_grad_()

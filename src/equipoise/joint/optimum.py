@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.joint.problem import Joint
-from equipoise.joint.solvers import NEAR, JointSolver, automatic_size
+from equipoise.joint.solvers import automatic_size
 from equipoise.solution import Result, Statistics, tally
 from equipoise.solvers import Anderson
 from equipoise.solvers.loop import Solved, solve
@@ -18,6 +18,7 @@ from equipoise.tolerance import Tolerance
 
 EXAMINED = 8  # samples whose Jacobian is probed
 TIGHT = Tolerance(relative=1e-6, max_steps=200, patience=50)  # of z*(x), re-solved
+DIFFERENT = 1e-3  # relative difference of two costs that is worth a sentence
 RISING = 0.3  # share of steps that raise the cost, above which the step of x is called too long
 
 
@@ -31,7 +32,7 @@ class KKT(NamedTuple):
 
 @dataclass
 class Check:
-    """The cost at z*(x), solved anew at the returned x, beside the cost that was reported at z."""
+    """The cost at z*(x), solved again at the returned x, beside the cost that was reported at z."""
 
     cost: Tensor
     reported: Tensor
@@ -57,14 +58,15 @@ class Optimum:
     """The outcome of :func:`equipoise.optimize_input`.
 
     Attributes:
-        x: the optimised input, structured like ``x0``; always feasible.
-        z: the state at the last evaluation of x, structured like ``z0``; ``check`` solves z*(x) anew.
+        x: the optimised input, structured like ``x0``; always satisfies the constraint.
+        z: the state of the returned iterate, structured like ``z0``; ``check`` solves for z*(x) at the returned x.
         mu: the adjoint, structured like ``z0``: dl/dz (I - df/dz)^-1 at the optimum.
         cost: (batch,) costs ``loss(z, x, *inputs)``.
         kkt: relative residuals of z, mu and x; a sample has converged when all three are within the tolerance.
         stats: :class:`~equipoise.Statistics`; ``residual`` is the largest of ``kkt``, ``products`` counts
             vector-Jacobian products.
-        backward: statistics of the solve in the backward pass, filled once it has run.
+        backward: statistics of the solve in the backward pass, filled once it has run (unless f was not finite for some
+            samples, which have no gradient).
 
     Example:
         >>> print(opt)
@@ -106,7 +108,7 @@ class Optimum:
         return joint
 
     def check(self, tolerance: Tolerance = TIGHT) -> Check:
-        """Solve z*(x) anew at the returned x and return the true cost.
+        """Solve z*(x) again at the returned x and return the true cost.
 
         Args:
             tolerance: tolerance of that solve.
@@ -146,9 +148,11 @@ class Optimum:
             )
             return found, samples, None
         found += self.rising()
-        narrow = joint.problem.take(samples) if joint.problem.gatherable else joint.problem
-        rows = v[samples] if joint.problem.gatherable else v
-        part = narrow.structure(Joint)
+        assert self.solved is not None
+        gatherable = self.solved.problem.gatherable
+        narrow = self.solved.problem.take(samples) if gatherable else self.solved.problem
+        rows = v[samples] if gatherable else v
+        part = None if narrow is None else narrow.structure(Joint)
         assert part is not None
         with torch.no_grad():
             at = part.evaluate(rows)
@@ -159,8 +163,8 @@ class Optimum:
                 f"{float(radius.max()):.2f}. Raise the damping of z and mu, keep more memory, or make f "
                 "contractive (SpectralNorm, jacobian_penalty)."
             )
-        if joint.constraint is not None and self.solved is not None and self.solved.companion is not None:
-            scale = self.solved.companion[samples] if joint.problem.gatherable else self.solved.companion
+        if joint.constraint is not None and self.solved.companion is not None:
+            scale = self.solved.companion[samples] if gatherable else self.solved.companion
             aim = rows[:, joint.x] - automatic_size(scale)[:, None] * at.gradient
             active = (part.project(aim) != aim).any(dim=1)
             if bool(active.any()):
@@ -170,14 +174,14 @@ class Optimum:
                 )
         check = self.check()
         worst = float(check.error.max())
-        if worst > NEAR:
+        if worst > DIFFERENT:
             found.append(
-                f"The cost at z differs from that at z*(x) by up to {worst:.0%}: x is stationary for the relaxed "
-                "problem at best, not for the true one. Tighten the tolerance or allow more steps; check() gives the "
+                f"The cost at z differs from that at z*(x) by up to {worst:.1%}: z is not yet z*(x), so x may be "
+                "optimal for the relaxed problem only. Allow more steps or tighten the tolerance; check() returns the "
                 "true cost."
             )
         else:
-            found.append(f"The cost at z agrees with that at z*(x), solved anew, to {worst:.1e}.")
+            found.append(f"The cost at z agrees with that at z*(x), solved again, to {worst:.1e}.")
         return found, samples, radius
 
     def rising(self) -> list[str]:
@@ -188,10 +192,13 @@ class Optimum:
         rises = float((last.diff(dim=0) > 1e-6 * last[:-1].abs()).double().mean())
         excess = float((costs[-1] - costs.nan_to_num(torch.inf).amin(dim=0)).mean())
         scale = float((costs[0] - costs.nan_to_num(torch.inf).amin(dim=0)).abs().mean())
+        assert self.solved is not None
+        automatic = "auto" in repr(getattr(self.solved.solver, "step_size", "")).lower()
+        advice = "Raise the damping of z and mu." if automatic else "Use step_size='auto', or a shorter step."
         if rises > RISING and excess > 0.1 * scale:
             return [
                 f"The step of x is too long: the cost rose in {rises:.0%} of the later steps, and ended above the "
-                "lowest one. Use step_size='auto', or a shorter step."
+                f"lowest one. {advice}"
             ]
         return []
 
@@ -208,9 +215,3 @@ class Optimum:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "solved": None}  # f may be a closure, which does not pickle
-
-
-def solver_of(optimum: Optimum) -> JointSolver:
-    assert optimum.solved is not None
-    assert isinstance(optimum.solved.solver, JointSolver)
-    return optimum.solved.solver

@@ -31,6 +31,7 @@ HALF = 0.5  # change of f, relative to its norm, that the first radius allows
 SCALES = 4  # columns of JointState.scale
 SLOPES = 12  # number of steps over which the largest curvature counts
 SHARE_OF_NEWTON = 0.2  # of the automatic step, relative to 1 / curvature
+MOVED = 0.1  # fraction of the radius that x has to move for its change of g to count
 FARTHEST = 0.35  # fraction of the radius that x moves at most in one step
 GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
 RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
@@ -127,8 +128,10 @@ class JointSolver(Solver):
             if seen == 1:
                 radius = first_radius(joint, v, at)
             radius = torch.maximum(radius, row_norms(x - origin))
-            slope = row_norms(at.gradient - before.gradient) / row_norms(x - before.z[:, joint.x])
-            slope = torch.where(torch.isfinite(slope), slope, 0.0)
+            moved = row_norms(x - before.z[:, joint.x])
+            slope = row_norms(at.gradient - before.gradient) / moved
+            # After a short move, g has changed with mu and z rather than with x.
+            slope = torch.where(torch.isfinite(slope) & (moved > MOVED * radius), slope, 0.0)
             slopes = torch.cat([slope[:, None], before.slopes[:, :-1]], dim=1)
         scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
         automatic = torch.minimum(automatic_size(scale), SHARE_OF_NEWTON / slopes.amax(dim=1))
@@ -246,6 +249,7 @@ def first_radius(joint: Joint, v: Tensor, at: Evaluation) -> Tensor:
         radius = torch.where(torch.isfinite(radius) & (radius > 0), radius, fallback)
     if joint.constraint is not None:
         radius = torch.minimum(radius, torch.as_tensor(joint.constraint.reach(), dtype=v.dtype, device=v.device))
+        radius = torch.where(radius > 0, radius, 1.0)  # of a single point, to which any step is projected
     return radius
 
 
@@ -278,7 +282,7 @@ def check_joint(solver: Any) -> None:
     if not valid:
         raise ValueError(
             f"{type(solver).__name__}.damping is {pair!r}; it must be two numbers in [0, 1), for z and for mu, such as "
-            "(0.2, 0.6); 0 is the plain step."
+            "(0.2, 0.4); 0 is the plain step."
         )
     as_step(solver.step_size, type(solver).__name__)
 
@@ -316,23 +320,23 @@ class History:
 
 @options
 class JointAnderson(JointSolver):
-    """Anderson acceleration of the joint iteration, with blocks weighted by their own sizes: nothing to tune.
+    """Anderson acceleration of the joint iteration, blocks scaled by their own norms so that nothing has to be tuned.
 
     With S, Y the differences of v and of gaps G = F(v) - v over the last ``memory`` steps, gamma solves
     S^T W Y gamma = S^T W G (type I) or Y^T W Y gamma = Y^T W G (type II), and the next iterate is
     v - S gamma + D (G - Y gamma), with D = (1 - damping, step size of x). The weights W of the blocks are
     1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
-    the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after extrapolation; a
-    step that is not finite becomes a damped one at the same x, and a sample whose residual grows tenfold starts a new
-    history.
+    the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after
+    extrapolation; a step that is not finite becomes a damped one at the same x, and a sample whose residual grows
+    tenfold starts a new history.
 
     Args:
         memory: number of differences kept.
         kind: type, 1 or 2; type I converges faster here (the paper's figure 4).
-        damping: of z and mu: the weight of the current iterate; 0 is the plain step.
+        damping: weights of the current iterate for z and mu, in [0, 1); 0 is the plain step.
         step_size: step size of x: "auto", a number, or a rule such as ``NormalizedStep(0.1)``.
-        extrapolate_x: whether x is extrapolated as well; None as suits the rule: x is for "auto" and constant steps,
-            and moves by the rule alone for normalized steps, momentum and Adam.
+        extrapolate_x: whether acceleration also extrapolates x. None: True for "auto" and constant step sizes, False
+            for normalized, momentum and Adam steps, which then move x alone.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, target, solver=eq.JointAnderson(memory=5, step_size=0.01))
@@ -370,7 +374,8 @@ class JointAnderson(JointSolver):
         if not self.joins:
             step[:, joint.x] = state.by
         length = row_norms(step[:, joint.x])
-        share = torch.where(length > 0, (FARTHEST * state.scale[:, 0] / length).clamp_(max=1.0), 1.0)
+        known = (length > 0) & (state.scale[:, 0] > 0)
+        share = torch.where(known, (FARTHEST * state.scale[:, 0] / length).clamp_(max=1.0), 1.0)
         v = torch.addcmul(state.z, share[:, None], step)
         failed = ~finite_rows(step)
         if bool(failed.any()):
@@ -431,11 +436,11 @@ class JointIteration(JointSolver):
     """The joint iteration of eq. 11, accelerated by any solver of the core that works with values of F alone.
 
     ``JointIteration()`` is the plain joint iteration, and ``JointIteration(eq.Anderson(memory=20, kind=1),
-    damping=(0.2, 0.4), step_size=0.01)`` the paper's method.
+    damping=(0.2, 0.4), step_size=0.01)`` the paper's method (with a memory of 40 for generation).
 
     Args:
         solver: ``Picard()`` for no acceleration, ``Anderson(kind=1 or 2)``, or ``Broyden()``.
-        damping: of z and mu: the weight of the current iterate; 0 is the plain step.
+        damping: weights of the current iterate for z and mu, in [0, 1); 0 is the plain step.
         step_size: step size of x, as for :class:`JointAnderson`.
 
     Example:

@@ -23,7 +23,7 @@ class Move:
 
 
 class InputStep(ABC):
-    """A rule for the step of x. ``joins`` says whether acceleration extrapolates x as well, unless told otherwise."""
+    """A rule for the step of x; ``joins``: whether acceleration extrapolates x too, if ``extrapolate_x`` is None."""
 
     joins: ClassVar[bool] = False
 
@@ -49,8 +49,8 @@ class AutoStep(InputStep):
     """Distance over gradients: R / sqrt(sum of |g|^2 so far), where R is the farthest that x has been from x0.
 
     R starts as the distance that would change f by half its norm, measured by one evaluation of f. The step is at most
-    a fifth of the inverse of the curvature that g has shown lately. So it does not depend on the units of the loss, of
-    x or of z, and there is nothing to tune.
+    a fifth of the inverse of the curvature, the largest ratio |change of g| / |change of x| of the last steps. It does
+    not depend on the units of the loss, x or z, and needs no tuning.
 
     Reference: M. Ivgi, O. Hinder, Y. Carmon, "DoG is SGD's best friend" (2023).
     """
@@ -111,7 +111,7 @@ class MomentumStep(InputStep):
 
     Args:
         size: step size.
-        momentum: share of the last move that is kept.
+        momentum: fraction of the previous m that is kept.
     """
 
     size: float = option(default=0.01, above=0.0)

@@ -1,7 +1,7 @@
 """The methods that joint optimisation replaces: solve for z and for mu, then move x, and again.
 
-They take the same call as joint solvers, so that comparing them is a matter of one word, and as little work as they
-can: f is evaluated once with a graph per step, and loss, adjoint and gradient share it.
+They take the same call as joint solvers, so that methods are compared by changing one option. Each step does as little
+work as possible: f is evaluated once with a graph, which the loss, the adjoint and the gradient share.
 """
 
 from __future__ import annotations
