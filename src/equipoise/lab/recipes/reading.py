@@ -286,7 +286,7 @@ class RecipeFile:
     @classmethod
     def from_saved(cls, saved: dict[str, Any], file: Path, trust: Trust) -> RecipeFile:
         """Return the recipe that :meth:`saved` put into a file of a run."""
-        where = Where(str(file), trust=trust.looking_in(".", *([saved["folder"]] if saved["folder"] else [])))
+        where = Where(str(file), trust=dataclasses.replace(trust, folders=tuple(filter(None, (".", saved["folder"])))))
         return cls(saved["recipe"], saved["tables"], where, saved["folder"])
 
     def saved(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def open_recipe(
             raise RecipeError(unknown("recipe", name, known) + " For your own file, give its path, ending in .toml.")
         text, shown, folder = (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"recipe {name}", ""
     places = [folder, "."] if trust.modules is None else [".", folder]  # a file must not outdo the current folder
-    where = Where(shown, text, trust.looking_in(*filter(None, places)))
+    where = Where(shown, text, dataclasses.replace(trust, folders=tuple(filter(None, places))))
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

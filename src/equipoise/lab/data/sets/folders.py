@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit
+from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit, differs
 from equipoise.lab.data.files.images import MODES, Decoder
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
-from equipoise.lab.data.sets.labelled import differs
 from equipoise.options import require_number
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")

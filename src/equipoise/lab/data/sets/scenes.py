@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split
+from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split, differs
 from equipoise.lab.data.files.images import opened, pixels
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
 from equipoise.lab.data.sets.folders import images, in_memory, shape_of
-from equipoise.lab.data.sets.labelled import differs
 from equipoise.options import require_number
 
 if TYPE_CHECKING:
