@@ -460,9 +460,9 @@ def print_report(machine: Machine, folders: Sequence[Path], runs: list[Run], out
 
 
 def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
-    from equipoise.lab.runs import folder as lab_runs
+    from equipoise.lab.runs.folder import open_run
 
-    return lab_runs.open_run(folder or arguments.folder, arguments.trust)
+    return open_run(folder or arguments.folder, arguments.trust)
 
 
 def print_numbers(metrics: dict[str, float]) -> None:

@@ -10,14 +10,16 @@ CATALOGUE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").re
 
 
 class About(NamedTuple):
-    """A data set as its authors published it: numbers of samples (None where they are the user's), and its terms."""
+    """A data set as its authors published it; None for what the user decides, such as the size of its images."""
 
     train: int | None
     test: int | None
     licence: str
+    shape: list[int] | None
+    classes: int | None
 
 
-ABOUT = {name: About(entry.get("train"), entry.get("test"), entry["licence"]) for name, entry in CATALOGUE.items()}
+ABOUT = {name: About(*(entry.get(key) for key in About._fields)) for name, entry in CATALOGUE.items()}
 
 
 @dataclass(frozen=True)

@@ -325,11 +325,8 @@ class RecipeFile:
 
 
 SAVED = {"recipe": str, "folder": str, "tables": dict}
-KINDS = {
-    Recipe: ("recipe", "train"),
-    TableSpec: ("table", "reproduce"),
-    FigureSpec: ("figure", "figure"),
-}  # and command
+# The name of each kind of file, and the command that it is for
+KINDS = {Recipe: ("recipe", "train"), TableSpec: ("table", "reproduce"), FigureSpec: ("figure", "figure")}
 
 
 def kind_of(source: RecipeFile) -> type[Recipe] | type[TableSpec] | type[FigureSpec]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from equipoise.lab.data import DATA_SETS, available, cache_folder, check, load
-from equipoise.lab.data.catalogue import SOURCES, how_to_get
+from equipoise.lab.data import DATA_SETS, FACTS, available, cache_folder, check, load
+from equipoise.lab.data.catalogue import ABOUT, SOURCES, how_to_get
 from equipoise.lab.data.get.download import get
 from equipoise.lab.recipes import reading
 from equipoise.lab.recipes.build import build_model
@@ -15,16 +15,6 @@ from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.training.evaluate import duration, format_metric, parameter_count
 from equipoise.options import unknown
-
-# Shapes and numbers of classes of well-known data sets, so that parameters can be counted without loading data.
-KNOWN_FACTS = {
-    "digits": ((1, 8, 8), 10),
-    "mnist": ((1, 28, 28), 10),
-    "fashion-mnist": ((1, 28, 28), 10),
-    "cifar10": ((3, 32, 32), 10),
-    "cifar100": ((3, 32, 32), 100),
-    "svhn": ((3, 32, 32), 10),
-}
 
 
 def recipe_rows() -> list[tuple[str, ...]]:
@@ -41,13 +31,13 @@ def recipe_rows() -> list[tuple[str, ...]]:
 
 def parameters(source: reading.RecipeFile, recipe: Recipe) -> str:
     """Count the parameters of a recipe's model without allocating them."""
-    if recipe.data.name not in KNOWN_FACTS:
+    about = ABOUT.get(recipe.data.name)
+    if about is None or about.shape is None or about.classes is None:
         return "?"
-    shape, classes = KNOWN_FACTS[recipe.data.name]
-    channels = (0.5,) * shape[0]
-    facts = {"shape": shape, "classes": classes, "mean": channels, "std": channels}
+    names, channels = tuple(map(str, range(about.classes))), (0.5,) * about.shape[0]
+    values = (tuple(about.shape), about.classes, names, channels, channels)
     with torch.device("meta"):
-        model = build_model(recipe, {**facts, "class_names": tuple(map(str, range(classes)))}, source.where)
+        model = build_model(recipe, dict(zip(FACTS, values, strict=True)), source.where)
     return f"{parameter_count(model):,}"
 
 

@@ -195,10 +195,8 @@ def commands(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if "command" in facts:
         yield "Command of this run:", facts["command"]
     beside = f" in {facts['folder']}, the folder of its modules," if facts["folder"] else ""
-    yield (
-        f"To train the same model again, save the recipe below as again.toml{beside} and run:",
-        ("equipoise train again.toml"),
-    )
+    text = f"To train the same model again, save the recipe below as again.toml{beside} and run:"
+    yield text, "equipoise train again.toml"
     if not summary.finished:
         yield "To continue training, with bitwise identical results:", f"equipoise resume {name}"
     if summary.trained is not None:

@@ -226,6 +226,8 @@ def open_figure(
 
 def figure_function(source: RecipeFile) -> Callable[..., Any]:
     """Return the function that draws a figure."""
+    import matplotlib  # noqa: F401  (a missing package shows now, not after training)
+
     try:
         with looking_up(source.where.trust.find):
             return figure_functions()[source.read(FigureSpec).figure]
