@@ -24,26 +24,36 @@ class Listed(NamedTuple):
     licence: str
 
 
-class FileOnDisk(NamedTuple):
-    """A file of a data set: where it was found (None if missing), and its published checksums."""
+class Checked(NamedTuple):
+    """A file of a data set: its path (None if missing), its size (None for a folder), the verdict of its checksum."""
+
+    file: str
+    path: Path | None
+    size: int | None
+    verdict: str
+
+
+class Wanted(NamedTuple):
+    """A file that belongs to a data set, where it was found, and its published checksums."""
 
     file: str
     path: Path | None
     md5: str | None = None
     md5_inside: str | None = None  # of the decompressed contents
 
-    @property
-    def verdict(self) -> str:
-        """The result of comparing the checksums."""
+    def checked(self) -> Checked:
+        size = self.path.stat().st_size if self.path is not None and self.path.is_file() else None
         if self.path is None:
-            return "missing"
-        if self.md5 is None or not self.path.is_file():
-            return "no published checksum"
-        if not mismatch(self.path, f"md5:{self.md5}"):
-            return "official checksum"
-        if self.md5_inside is not None and md5_of_contents(self.path) == self.md5_inside:
-            return "official contents, recompressed"
-        return "not the official checksum"
+            verdict = "missing"
+        elif self.md5 is None or size is None:
+            verdict = "no published checksum"
+        elif not mismatch(self.path, f"md5:{self.md5}"):
+            verdict = "official checksum"
+        elif self.md5_inside is not None and md5_of_contents(self.path) == self.md5_inside:
+            verdict = "official contents, recompressed"
+        else:
+            verdict = "not the official checksum"
+        return Checked(self.file, self.path, size, verdict)
 
 
 def available(folders: Sequence[str | Path] = ()) -> list[Listed]:
@@ -62,34 +72,34 @@ def folder_of(name: str, folders: Sequence[str | Path] = ()) -> str:
     return next((str(path.parent) for path in in_order), "")
 
 
-def check(name: str, folders: Sequence[str | Path] = ()) -> list[FileOnDisk]:
-    """Return the files of each form of a data set that is at least partly present, or else of the one to download."""
+def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
+    """Check the files of each form of a data set that is at least partly present, or else of the one to download."""
     if name not in ABOUT:
         raise LookupError(unknown("data set", name, ABOUT))
     every = forms(name, folders)
     present = [form for form in every if any(wanted.path for wanted in form)]
-    return [wanted for form in present or every[:1] for wanted in form]
+    return [wanted.checked() for form in present or every[:1] for wanted in form]
 
 
-def forms(name: str, folders: Sequence[str | Path]) -> list[list[FileOnDisk]]:
+def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
     """Return the files of each form that a data set is published in."""
     places = Places(name, folders)
     tables = [table[name] for table in (SOURCES, OTHER_FORMS) if name in table]
     return [[wanted for remote in table for wanted in files_of(remote, places)] for table in tables]
 
 
-def files_of(remote: RemoteFile, places: Places) -> list[FileOnDisk]:
+def files_of(remote: RemoteFile, places: Places) -> list[Wanted]:
     """Return a file or its unpacked contents, whichever is read: the first folder wins."""
     if not remote.unpack and (path := places.find(remote.file, *remote.contents)):
         if path.name == remote.file:
-            return [FileOnDisk(remote.file, path, remote.md5, *remote.contents.values())]
-        return [FileOnDisk(path.name, path, remote.contents[path.name])]
-    inside = [FileOnDisk(file, places.find(file, Path(file).name), md5) for file, md5 in remote.contents.items()]
+            return [Wanted(remote.file, path, remote.md5, *remote.contents.values())]
+        return [Wanted(path.name, path, remote.contents[path.name])]
+    inside = [Wanted(file, places.find(file, Path(file).name), md5) for file, md5 in remote.contents.items()]
     if any(wanted.path for wanted in inside):
         return inside
     name = remote.file.partition(".")[0]
     tree = places.find_tree(name)
-    return [FileOnDisk(remote.file, None) if tree is None else FileOnDisk(name, tree)]
+    return [Wanted(remote.file, None) if tree is None else Wanted(name, tree)]
 
 
 def md5_of_contents(path: Path) -> str | None:

@@ -30,7 +30,6 @@ def cifar100(places: Places, labels: str = "fine") -> DataSet:
     """Return small photographs of a hundred things, 32x32 colour; the Python version or the binary one.
 
     Args:
-        places: places to look for its files in.
         labels: "fine" for the 100 classes, "coarse" for the 20 groups of them.
     """
     if labels not in ("fine", "coarse"):

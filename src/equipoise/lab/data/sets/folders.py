@@ -30,7 +30,6 @@ def omniglot(places: Places, size: int = 28) -> DataSet:
     (the evaluation set) differ; the labels of the test classes follow those of the training classes.
 
     Args:
-        places: places to look for its files in.
         size: side of the images, 105 originally.
     """
     require_number("data.size", size, at_least=1, whole=True)
@@ -49,7 +48,6 @@ def celeba(places: Places, size: int = 64, memory: bool = False) -> DataSet:
     """Return faces, without labels: batches are (images,). The split is the official one if the set is complete.
 
     Args:
-        places: places to look for its files in.
         size: side of the square cut from the middle.
         memory: decode all images once and keep them in memory.
     """
@@ -72,7 +70,6 @@ def imagenette(places: Places, size: int = 160, memory: bool = False) -> DataSet
     """Return ten easy classes of ImageNet; its validation images are used as test.
 
     Args:
-        places: places to look for its files in.
         size: side of the images: the shorter side is resized to it, then the middle is cut out.
         memory: decode all images once and keep them in memory.
     """
