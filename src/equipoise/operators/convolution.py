@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.operators.base import MonotoneOperator, identity_like, inverted, resolved
+from equipoise.operators.linear import MonotoneOperator, identity_like, inverted, resolved
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.options import is_number, require_number
 from equipoise.stability.norms import operator_norm_bound
@@ -52,10 +52,6 @@ class MonotoneConv2d(MonotoneOperator):
     @property
     def inner(self) -> tuple[tuple[int, int] | None, ...]:
         return (self.size,)
-
-    @property
-    def hint(self) -> str:
-        return f" The grid is that of images of {self.size} and {BORDER} more rows and columns, a border of zeros."
 
     def kernel(self) -> Tensor:
         """Return the 5x5 kernel of W."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import (
+from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel, means
+from equipoise.operators.linear import (
     RAW_ONE,
     MonotoneOperator,
     identity_like,
@@ -20,7 +21,6 @@ from equipoise.operators.base import (
     spectral_norm,
     unit,
 )
-from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel, means
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.options import is_number
 
@@ -78,10 +78,6 @@ class MonotoneMultiTier(MonotoneOperator):
     @property
     def inner(self) -> tuple[tuple[int, int] | None, ...]:
         return tuple(self.sizes)
-
-    @property
-    def hint(self) -> str:
-        return f" The grids are those of images of {self.sizes[0]}, halved tier by tier, each with a border of zeros."
 
     @property
     def tiers(self) -> int:

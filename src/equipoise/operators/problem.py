@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from equipoise.gradients.implicit import Adjoint, Record
 from equipoise.operators.activations import BorderZero, ProximalActivation, ReLU
 from equipoise.operators.activations import activation as proximal
-from equipoise.operators.base import MonotoneOperator, in_transform, is_leaf, tree
+from equipoise.operators.linear import MonotoneOperator, in_transform, is_leaf, tree
 from equipoise.operators.spectrum import images, memory
 from equipoise.problem.layout import Layout, is_zero, leaves, rebuild, select
 from equipoise.problem.problem import AnyStructure, DerivedProblem, FunctionProblem, Problem, Structure

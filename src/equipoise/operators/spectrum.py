@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.operators.base import in_transform
+from equipoise.operators.linear import in_transform
 from equipoise.problem.layout import BATCH_LAST, inverse
 
 ORDER = BATCH_LAST[4]

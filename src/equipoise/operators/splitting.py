@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from equipoise.operators.acceleration import Acceleration
-from equipoise.operators.base import MonotoneOperator
+from equipoise.operators.linear import MonotoneOperator
 from equipoise.operators.problem import Splitting
 from equipoise.options import option, options, require
 from equipoise.problem.layout import is_zero

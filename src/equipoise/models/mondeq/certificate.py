@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.operators import MonotoneConv2d, MonotoneLinear
-from equipoise.operators.base import MonotoneOperator, is_leaf, tree
+from equipoise.operators.linear import MonotoneOperator, is_leaf, tree
 from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford, SplittingSolver
 from equipoise.options import require_number
 from equipoise.problem.layout import leaves, rebuild
