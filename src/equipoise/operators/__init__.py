@@ -17,7 +17,7 @@ from equipoise.operators.activations import (
 from equipoise.operators.convolution import MonotoneConv2d
 from equipoise.operators.linear import MonotoneLinear, MonotoneOperator, Resolvent
 from equipoise.operators.multitier import MonotoneMultiTier
-from equipoise.operators.problem import MonotoneProblem
+from equipoise.operators.splitting import MonotoneProblem
 
 __all__ = [
     "ELU",
