@@ -43,15 +43,8 @@ class MonotoneConv2d(MonotoneOperator):
         require_number("channels", channels, at_least=1, whole=True)
         self.channels, self.size = channels, checked_size(size)
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
+        self.shape, self.inner = (channels, *self.grid), (self.size,)
         self.add_parameters(lambda: fresh_kernel(channels, channels))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.channels, *self.grid)
-
-    @property
-    def inner(self) -> tuple[tuple[int, int] | None, ...]:
-        return (self.size,)
 
     def kernel(self) -> Tensor:
         """Return the 5x5 kernel of W."""

@@ -30,6 +30,8 @@ class MonotoneOperator(nn.Module, ABC):
     I - W >= m I for every value of the parameters: its symmetric part is m I + A^T A (B.2).
     """
 
+    shape: Any  # of one sample, or a tuple of such shapes
+    inner: tuple[tuple[int, int] | None, ...] = (None,)  # size of each tensor of z without its border, if it has one
     peak = 1.75  # memory needed while factorising, relative to that of the result (measured)
 
     def __init__(self, m: float, normalize: bool = False):
@@ -44,16 +46,6 @@ class MonotoneOperator(nn.Module, ABC):
     def m(self) -> float:
         """The strong monotonicity: I - W >= m I."""
         return self._m
-
-    @property
-    @abstractmethod
-    def shape(self) -> Any:
-        """The shape of one sample, or a tuple of such shapes."""
-
-    @property
-    def inner(self) -> tuple[tuple[int, int] | None, ...]:
-        """For every tensor of z, the size of its part without the border, or None if it has no border."""
-        return tuple(None for _ in tree(self.shape))
 
     @abstractmethod
     def derive(self) -> Any:
@@ -316,13 +308,9 @@ class MonotoneLinear(MonotoneOperator):
     def __init__(self, features: int, *, m: float = 1.0, normalize: bool = False):
         super().__init__(m, normalize)
         require_number("features", features, at_least=1, whole=True)
-        self.features = features
+        self.features, self.shape = features, (features,)
         bound = features**-0.5  # as nn.Linear
         self.add_parameters(lambda: nn.Parameter(torch.empty(features, features).uniform_(-bound, bound)))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.features,)
 
     def derive(self) -> Tensor:
         """Return W of eq. 5."""
