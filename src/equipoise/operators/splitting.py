@@ -11,11 +11,10 @@ operator methods" (2016).
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from equipoise.gradients.implicit import Adjoint, Record
 from equipoise.operators.acceleration import Acceleration
 from equipoise.operators.activations import BorderZero, ProximalActivation
 from equipoise.operators.activations import activation as proximal
-from equipoise.operators.linear import MonotoneOperator, in_transform, is_leaf, tree
+from equipoise.operators.linear import MonotoneOperator, Resolvent, in_transform, is_leaf, tree
 from equipoise.operators.spectrum import images, memory
 from equipoise.options import option, options, require
 from equipoise.problem.layout import Layout, is_zero, leaves, rebuild, select
@@ -125,11 +124,12 @@ class MonotoneProblem(nn.Module):
         return layout.pack(rebuild(layout.nesting, ones))
 
 
+@dataclass(eq=False)
 class OnRows:
     """An activation applied to rows, times ``mask``."""
 
-    def __init__(self, activation: ProximalActivation, mask: Tensor | None):
-        self.activation, self.mask = activation, mask
+    activation: ProximalActivation
+    mask: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.masked(self.activation(rows))
@@ -156,12 +156,12 @@ def arranged(part: Tensor) -> Tensor:
     return images(memory(part)) if part.dim() == 4 else part
 
 
+@dataclass(eq=False)
 class Diagonal:
     """x -> slope x with 0 <= slope <= 1: s linearised. slope = (1 + D)^-1, f(z) = D z^2 / 2 (theorem 3)."""
 
-    def __init__(self, slope: Tensor):
-        self.slope = slope
-        self.factors: dict[float, Tensor] = {}  # of reflections, by alpha
+    slope: Tensor
+    factors: dict[float, Tensor] = field(default_factory=dict)  # of reflections, by alpha
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.slope * x
@@ -184,9 +184,8 @@ class Diagonal:
         return self.slope
 
     def take(self, rows: Tensor) -> Diagonal:
-        taken = Diagonal(select(self.slope, rows))
-        taken.factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
-        return taken
+        factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
+        return Diagonal(select(self.slope, rows), factors)
 
 
 class Known(torch.autograd.Function):
@@ -205,31 +204,19 @@ class Known(torch.autograd.Function):
         return None, None, None, cotangent, *pulled
 
 
+@dataclass(eq=False)
 class Splitting(Structure):
-    """f(z) = s(W z + b) for the samples of a problem, as the splitting solvers use it.
-
-    Args:
-        operator: W.
-        activation: s on rows.
-        bias: b as rows.
-        problem: problem whose layout and scope are used.
-        transposed: whether W^T takes the place of W, as in the backward pass.
-    """
+    """f(z) = s(W z + b) for the samples of a problem, as the splitting solvers use it."""
 
     requirement = "f(z) = s(W z + b), such as equipoise.operators.MonotoneProblem(operator, activation)"
 
-    def __init__(
-        self,
-        operator: MonotoneOperator,
-        activation: OnRows | Diagonal,
-        bias: Tensor,
-        problem: FunctionProblem,
-        transposed: bool = False,
-    ):
-        self.operator, self.activation, self.bias = operator, activation, bias
-        self.problem, self.transposed = problem, transposed
-        self.resolvents: dict[float, Any] = {}
-        self.alphas: dict[Solver, float] = {}  # step size of each solver
+    operator: MonotoneOperator
+    activation: OnRows | Diagonal
+    bias: Tensor  # as rows
+    problem: FunctionProblem  # whose layout and scope are used
+    transposed: bool = False  # whether W^T takes the place of W, as in the backward pass
+    resolvents: dict[float, Resolvent] = field(default_factory=dict)
+    alphas: dict[Solver, float] = field(default_factory=dict)  # step size of each solver
 
     def apply(self, function: Callable[[Any], Any], rows: Tensor) -> Tensor:
         layout = self.problem.layout
@@ -251,10 +238,8 @@ class Splitting(Structure):
         return layout.pack((resolvent.adjoint if self.transposed else resolvent)(layout.unpack(rows)))
 
     def take(self, rows: Tensor, problem: FunctionProblem) -> Splitting:
-        taken = copy.copy(self)
-        taken.problem, taken.bias = problem, select(self.bias, rows)
-        taken.activation = self.activation.take(rows) if isinstance(self.activation, Diagonal) else self.activation
-        return taken
+        activation = self.activation.take(rows) if isinstance(self.activation, Diagonal) else self.activation
+        return replace(self, problem=problem, bias=select(self.bias, rows), activation=activation)
 
     def adjoint(self, pre: Tensor, cotangent: Tensor) -> Splitting:
         """Return the backward pass at ``pre`` = W z + b as a splitting (theorem 3).
@@ -262,17 +247,13 @@ class Splitting(Structure):
         (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
         """
         slope = Diagonal(self.activation.derivative(pre))
-        return self.sharing(Splitting(self.operator, slope, cotangent, self.problem, not self.transposed))
-
-    def sharing(self, other: Splitting) -> Splitting:
-        """Return ``other`` with the step sizes and factorisations of this splitting."""
-        other.alphas, other.resolvents = self.alphas, self.resolvents
-        return other
+        return replace(self, activation=slope, bias=cotangent, transposed=not self.transposed)
 
     def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> SplitRecord:
         """Record f at ``z``, where ``companion`` is W z + b, without evaluating it again."""
         problem, views = Record.viewed(problem)
-        split = self.sharing(cast(Splitting, problem.structure(Splitting)))
+        split = cast(Splitting, problem.structure(Splitting))
+        split.alphas, split.resolvents = self.alphas, self.resolvents
         with torch.no_grad():
             pre = split.preactivation(z) if companion is None else companion
         with torch.enable_grad():

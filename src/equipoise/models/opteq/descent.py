@@ -195,8 +195,7 @@ class FISTA(DescentSolver):
 
     def step(self, problem: Problem, state: MomentumState) -> MomentumState:
         G = self.structure(problem, Objective)
-        length = state.length[:, None]
-        new = G.prox(state.y + length * (state.pre - state.y), state.length)
+        new = G.prox(state.y + state.length[:, None] * (state.pre - state.y), state.length)
         new_z = G.lower(new)
         objective = G.value(new, new_z)
         rises = ~(objective <= state.objective + rounding(state.objective))  # NaN counts as a rise
@@ -214,14 +213,7 @@ class FISTA(DescentSolver):
             for here, last in ((new, state.last), (new_z, state.last_z))
         )
         image, pre = self.at(G, z)
-        return MomentumState(
-            z,
-            image,
-            y,
-            pre,
-            torch.where(back, state.last, new),
-            torch.where(back, state.last_z, new_z),
-            torch.where(rises, state.objective, objective),
-            after,
-            torch.where(too_long, state.length / 2, state.length),
-        )
+        last, last_z = (torch.where(back, a, b) for a, b in ((state.last, new), (state.last_z, new_z)))
+        objective = torch.where(rises, state.objective, objective)
+        length = torch.where(too_long, state.length / 2, state.length)
+        return MomentumState(z, image, y, pre, last, last_z, objective, after, length)

@@ -109,15 +109,9 @@ class BranchModel(nn.Module, ABC):
         if min(height, width) < max(scales):
             raise ValueError(f"scales is {scales}, and g has {height} x {width} pixels: a branch needs at least one.")
         self.stem = stem(shape[0], channels, self.size.stem, downsamplings)
-        cell = Branches(
-            channels,
-            [(height // scale, width // scale) for scale in scales],
-            (channels, height, width),
-            ring,
-            kernel=self.size.kernel,
-            injection_kernel=self.size.injection_kernel,
-            **options,
-        )
+        sizes = [(height // scale, width // scale) for scale in scales]
+        options |= {"kernel": self.size.kernel, "injection_kernel": self.size.injection_kernel}
+        cell = Branches(channels, sizes, (channels, height, width), ring, **options)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
         # z is small: W shrinks it twice, and the average over the image further. Without a norm the head hardly learns.
         self.norm = nn.BatchNorm1d(self.read_channels, affine=False)
@@ -246,9 +240,8 @@ class POptEq(BranchModel):
 
     @accepts(*IMAGES_AND_SIZE, *numbers_of(BranchSize), *options_of(Branches, "bound", "activation"))
     def __init__(self, *images_and_size: Any, fusion: str = "none", **options: Any):
-        if fusion not in FUSIONS:
-            raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
         self.fusion = fusion
+        require(self, "fusion", among=FUSIONS)
         super().__init__(*images_and_size, ring=Ring(heritage=False), **options)
         scales = self.size.scales
         if fusion != "none" and len(set(scales)) > 1:
