@@ -392,6 +392,12 @@ class BorderZero(ProximalActivation):
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return self.cleared(self.activation.prox(x, alpha))
 
+    def reflect(self, x: Tensor, alpha: float) -> Tensor:
+        reflected = self.activation.reflect(x, alpha)
+        for part, given in zip(self.border(reflected), self.border(x), strict=True):
+            part.copy_(given).neg_()
+        return reflected
+
     def derivative(self, x: Tensor) -> Tensor:
         return self.cleared(self.activation.derivative(x))
 
