@@ -15,11 +15,11 @@ from time import perf_counter
 import torch
 
 from equipoise.lab.data import TensorSplit
+from equipoise.lab.data.base import batches
 from equipoise.lab.recipes.build import build_model, build_optimizer, build_task
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import Recipe
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import batches, seed_everything, training_rows
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import Setting
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     model = setting.place(build_model(recipe, facts, source.where))
     optimizer = build_optimizer(recipe, model.parameters(), source.where)
     split = TensorSplit(torch.randint(256, (50000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50000,)))
-    rows = training_rows(len(split), recipe.training.batch_size, seed=0, epoch=0)
+    rows = torch.randperm(len(split)).split(recipe.training.batch_size)
 
     def read(count: int) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Return the seconds per augmented batch, and the last batch."""

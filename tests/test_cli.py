@@ -125,8 +125,8 @@ def fails(capsys, *words):
             ["train", "core/convergence"],
             "core/convergence is a figure, not a recipe: equipoise figure core/convergence",
         ),
-        (["reproduce", "core/digits"], "core/digits is not a table: equipoise train core/digits"),
-        (["figure", "core/digits"], "core/digits is not a figure: equipoise train core/digits"),
+        (["reproduce", "core/digits"], "core/digits is a recipe, not a table: equipoise train core/digits"),
+        (["figure", "core/digits"], "core/digits is a recipe, not a figure: equipoise train core/digits"),
         (["recipes", "core/digit"], "did you mean 'core/digits'?"),
         (["resume", "runs/none-001"], "there is no folder runs/none-001. `equipoise runs` lists runs."),
         (["evaluate", "src"], "is not a run: it has no run.json"),
@@ -444,7 +444,7 @@ def test_data_get_downloads_or_fails_with_a_sentence(tmp_path, capsys, monkeypat
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    from equipoise.lab.data.get.sources import RemoteFile
+    from equipoise.lab.data.catalogue import RemoteFile
     from equipoise.lab.results import overview as listing
 
     served = tmp_path / "served"

@@ -17,7 +17,7 @@ ROOMS = [
     *("command_start", "options", "registry", "solution", "tolerance"),
     *("problem", "solvers", "gradients", "fixed_point", "stability", "diagnose"),  # down to here: the core
     *("operators", "joint", "models", "tasks"),
-    *("lab.trust", "lab.files", "lab.format", "lab.data", "lab.recipes", "lab.runs", "lab.training", "lab.results"),
+    *("lab.trust", "lab.files", "lab.printable", "lab.data", "lab.recipes", "lab.runs", "lab.training", "lab.results"),
     *("papers", "weights", "export", "page", "cli", "__main__"),
 ]
 

@@ -15,7 +15,7 @@ from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.recipes.reading import Where
 from equipoise.lab.results.reproduce import figure_functions
-from equipoise.lab.trust import ANYTHING
+from equipoise.lab.trust import Trust
 from equipoise.models import MODELS, create_model, list_models
 from equipoise.registry import MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
 from equipoise.tasks import TASKS
@@ -42,7 +42,7 @@ NET = "from torch import nn\nclass Net(nn.Module):\n    __slots__ = ()"
 
 def found_by_recipe_in(folder: Path, name: str) -> type:
     """The model that a recipe in a folder names."""
-    with located(Where("mine.toml", trust=ANYTHING.looking_in(str(folder), ".")), "model"):
+    with located(Where("mine.toml", trust=Trust(None, (str(folder), "."))), "model"):
         return MODELS[name]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import equipoise
 from equipoise.command_start import end_quietly
-from equipoise.lab.format import format_metric, printable, printable_text
+from equipoise.lab.printable import printable, printable_text
 from equipoise.lab.trust import Trust, UntrustedName
 from equipoise.options import UnknownOption, did_you_mean
 from equipoise.registry import MissingPackage
@@ -219,7 +219,8 @@ def train(arguments: argparse.Namespace) -> int:
     from equipoise.lab.recipes.build import check
     from equipoise.lab.recipes.reading import budget_changes, open_recipe
     from equipoise.lab.recipes.schema import Recipe
-    from equipoise.lab.training.sweeps import train_recipe
+    from equipoise.lab.training.sweeps import train_sweep
+    from equipoise.lab.training.trainer import train_run
 
     if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
         arguments.changes = [arguments.recipe, *arguments.changes]
@@ -232,7 +233,8 @@ def train(arguments: argparse.Namespace) -> int:
         if source.budgeted and machine.leads:
             print(f"{'budget ' + arguments.budget:<18}{budget_changes([source])}", flush=True)
         write = partial(print_report, machine, arguments.data) if arguments.report else None
-        return to_the_end(machine, lambda: train_recipe(source, arguments.runs, machine, arguments.data, write))
+        begin = train_run if source.recipe.seeds == 1 else train_sweep
+        return to_the_end(machine, lambda: begin(source, arguments.runs, machine, arguments.data, write))
 
 
 @command(
@@ -458,12 +460,14 @@ def print_report(machine: Machine, folders: Sequence[Path], runs: list[Run], out
 
 
 def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
-    from equipoise.lab.runs import folder as lab_runs
+    from equipoise.lab.runs.folder import open_run
 
-    return lab_runs.open_run(folder or arguments.folder, arguments.trust)
+    return open_run(folder or arguments.folder, arguments.trust)
 
 
 def print_numbers(metrics: dict[str, float]) -> None:
+    from equipoise.lab.training.evaluate import format_metric
+
     for name, value in metrics.items():
         print(f"{name:<18}{format_metric(name, value)}")
 

@@ -29,7 +29,7 @@ from equipoise.operators.activations import (
     Tanh,
     activation,
 )
-from equipoise.operators.problem import Diagonal
+from equipoise.operators.splitting import Diagonal
 
 DOUBLE = torch.float64
 SMOOTH = [Tanh(), Arctan(), ELU(), Sigmoid(), Softplus()]

@@ -25,8 +25,8 @@ import equipoise as eq
 from corpus import DOUBLE, flatten, per_sample, randn, unflatten
 from dense import Spec, circular, dense_resolvent, randomize, smallest_eigenvalue, unrow
 from equipoise import operators as ops
-from equipoise.operators import capacity
-from equipoise.operators.base import Factorisation
+from equipoise.operators import linear
+from equipoise.operators.linear import Factorisation
 from equipoise.operators.spectrum import images, spectrum
 from equipoise.problem.layout import is_zero, row_distances
 
@@ -773,17 +773,17 @@ def test_the_footprint_is_what_a_factorisation_takes(spec):
 def test_the_estimate_is_near_the_memory_that_is_taken(make, recorded, tmp_path, monkeypatch):
     """Measured with torch's record of every allocation, which leaves out the workspace of LAPACK."""
     op = make()
-    monkeypatch.setattr(capacity, "ALWAYS", 0)
+    monkeypatch.setattr(linear, "ALWAYS", 0)
     with torch.set_grad_enabled(recorded):
         run = op.derive if recorded else lambda: op.resolvent(0.3)
         run()  # tables of cosines and sines are made
         op.forget()
         taken = peak_memory(run, tmp_path / "trace.json")
-    monkeypatch.setattr(capacity, "available_memory", lambda device: 0)
+    monkeypatch.setattr(linear, "available_memory", lambda device: 0)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        capacity.require_memory(op, "a test", recorded=recorded)
-    words = re.search(r"needs ([\d.]+) MB to compute a test", str(error.value))
-    needed = 1e6 * float(words[1])
+        op.require_memory("a test", recorded)
+    words = re.search(r"needs ([\d.]+) GB to compute a test", str(error.value))
+    needed = 1e9 * float(words[1])
     assert 0.7 * taken <= needed <= 1.6 * taken, (needed, taken)
 
 
@@ -801,7 +801,7 @@ def peak_memory(run, path):
 
 
 def test_what_does_not_fit_is_rejected_before_it_is_computed(monkeypatch):
-    monkeypatch.setattr(capacity, "available_memory", lambda device: 3 * 10**9)
+    monkeypatch.setattr(linear, "available_memory", lambda device: 3 * 10**9)
     op = ops.MonotoneConv2d(200, (224, 224))  # 16 GB; nothing of that size is made here
     words = (
         r"MonotoneConv2d\(200, size=\(224, 224\), m=1, normalize=True\) needs 28.9 GB to compute its resolvent, of "
@@ -823,8 +823,8 @@ def test_what_does_not_fit_is_rejected_before_it_is_computed(monkeypatch):
 
 def test_what_fits_is_allowed(monkeypatch):
     for device_memory in (None, 10**12):  # None: it cannot be found out
-        monkeypatch.setattr(capacity, "available_memory", lambda device, found=device_memory: found)
-        monkeypatch.setattr(capacity, "ALWAYS", 0)
+        monkeypatch.setattr(linear, "available_memory", lambda device, found=device_memory: found)
+        monkeypatch.setattr(linear, "ALWAYS", 0)
         spec = KINDS[1]
         assert_true(spec, spec.build())
 
@@ -832,18 +832,18 @@ def test_what_fits_is_allowed(monkeypatch):
 def test_available_memory(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:    42 kB\n")
-    assert capacity.machine_memory(meminfo) == 42 * 1024
-    assert capacity.machine_memory(tmp_path / "nowhere") != 0  # by other means, or None
+    assert linear.machine_memory(meminfo) == 42 * 1024
+    assert linear.machine_memory(tmp_path / "nowhere") is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert capacity.container_memory(tmp_path) == 450
+    assert linear.container_memory(tmp_path) == 450
     (tmp_path / "memory.max").write_text("max\n")
-    assert capacity.container_memory(tmp_path) is None
-    assert capacity.container_memory(tmp_path / "nowhere") is None
-    found = capacity.available_memory(torch.device("cpu"))
+    assert linear.container_memory(tmp_path) is None
+    assert linear.container_memory(tmp_path / "nowhere") is None
+    found = linear.available_memory(torch.device("cpu"))
     assert found is None or found > 10**6
-    assert capacity.available_memory(torch.device("meta")) is None
+    assert linear.available_memory(torch.device("meta")) is None
 
 
 def factorisations_alive():

@@ -8,10 +8,11 @@ from equipoise.cli import main
 from equipoise.lab.data import load
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import FigureSpec, Recipe
-from equipoise.lab.results.figures import levels_reached, reached, trace_residuals
+from equipoise.lab.results.figures import trace_residuals
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine
+from equipoise.papers.drawing import levels_reached, per_evaluation, reached
 from equipoise.papers.mdeq import figures
 from figure_helpers import drawn_figure, figure_file
 
@@ -169,7 +170,7 @@ def mean_residuals(layer, x, solver, evaluations):
     """Over the samples, after every evaluation: of the whole state and of its one leaf."""
     tolerance = eq.Tolerance(relative=0.0, max_steps=evaluations, patience=None)
     trace = trace_residuals(layer, (x,), (torch.zeros(2, 1),), solver, tolerance, leaves=True)
-    return trace.per_evaluation(evaluations).mean(dim=1)
+    return per_evaluation(trace, evaluations).mean(dim=1)
 
 
 def test_a_line_search_costs_evaluations():

@@ -12,12 +12,11 @@ from equipoise.cli import main
 from equipoise.lab.data import load
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import FigureSpec, Recipe
-from equipoise.lab.results.figures import reached
 from equipoise.lab.results.reproduce import FIGURE_FACTS, figure_functions
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
+from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.papers.drawing import reached
 from equipoise.papers.opteq import figures
 from equipoise.registry import check_options
 from figure_helpers import drawn_figure, figure_file

@@ -21,6 +21,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import this_machine
 from equipoise.lab.training.trainer import Stopped, StopRequest, train
+from equipoise.problem.compiled import COMPILER
 from lab_helpers import RECIPE
 
 TIGHT = eq.Tolerance(1e-6, max_steps=200)
@@ -320,6 +321,33 @@ def test_importing_equipoise_and_solving_load_no_dynamo():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+KNOWN = """
+import sys, torch, equipoise as eq
+from torch import nn
+
+part = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
+f = lambda z, x: 0.1 * part(z) + x
+torch.optim.Adam(part.parameters())
+{}
+assert {!r} in sys.modules
+eq.fixed_point(f, torch.zeros(1, 8), torch.randn(12, 8)).value.square().sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "f = torch.compile(f, backend='aot_eager')",
+        "part = torch.compile(part, backend='aot_eager')",
+        "part.compile(backend='aot_eager')",
+    ],
+)
+def test_a_process_that_compiles_is_known_to_compile(line):
+    code = KNOWN.format(line, COMPILER)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- inductor ---------------------------------------------------------------------------------------------------------

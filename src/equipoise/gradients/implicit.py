@@ -24,7 +24,7 @@ from torch import Tensor
 from equipoise.gradients.base import GradientRule
 from equipoise.options import option, options
 from equipoise.problem.captures import captured_tensors, edges, require_gradient_paths
-from equipoise.problem.compiled import DYNAMO, require_buffers
+from equipoise.problem.compiled import COMPILER, require_buffers
 from equipoise.problem.independence import NOT_A_FUNCTION
 from equipoise.problem.layout import leaves, residual_at
 from equipoise.problem.problem import DerivedProblem, FunctionProblem, ImpureFunctionWarning, Problem
@@ -158,7 +158,7 @@ def recorded(problem: Problem, z: Tensor) -> Tensor:
 def reusable_record(problem: Problem, z: Tensor) -> Tensor:
     """Return f at ``z`` with its graph, for a backward pass that runs many times."""
     image = recorded(problem, z)
-    if DYNAMO in sys.modules:
+    if COMPILER in sys.modules:
         require_buffers(node for node, _ in edges(image, [z, *problem.sources]))
     return image
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from equipoise.registry import Registry, UnknownName, WrongKind, is_module_name, look_in, looking_up
+from equipoise.registry import Registry, UnknownName, WrongKind, is_module_name, look_in
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,17 @@ class Trust:
     def including(self, *modules: str) -> Trust:
         return self if self.modules is None else replace(self, modules=self.modules | set(modules))
 
-    def looking_in(self, *folders: str) -> Trust:
-        return replace(self, folders=folders)
+    def find(self, registry: Registry, name: str) -> Any:
+        """Look up a name from outside the package: the argument of :func:`~equipoise.registry.looking_up`."""
+        module = name.partition(":")[0]
+        if not self.allows(module):
+            raise UntrustedName([(registry.kind, name)], self)
+        self.look(module)
+        thing = registry.outside(name)
+        made = isinstance(thing, type) and registry.base is not None and issubclass(thing, registry.base)
+        if self.modules is not None and not made:
+            self.check_function(thing, registry, name)
+        return thing
 
     def allows(self, module: str) -> bool:
         return self.modules is None or module in self.modules
@@ -88,25 +96,6 @@ class Trust:
 
 ANYTHING = Trust(None)  # for names that the user typed: in Python, on the command line or in a recipe
 NOTHING = Trust()
-
-
-@contextmanager
-def trusting(trust: Trust) -> Iterator[None]:
-    """Look up names under this trust inside the block, including those that a constructor looks up."""
-
-    def outside(registry: Registry, name: str) -> Any:
-        module = name.partition(":")[0]
-        if not trust.allows(module):
-            raise UntrustedName([(registry.kind, name)], trust)
-        trust.look(module)
-        thing = registry.outside(name)
-        made = isinstance(thing, type) and registry.base is not None and issubclass(thing, registry.base)
-        if trust.modules is not None and not made:
-            trust.check_function(thing, registry, name)
-        return thing
-
-    with looking_up(outside):
-        yield
 
 
 def spec_in(folder: str | None, module: str) -> str:

@@ -14,11 +14,10 @@ from equipoise.operators.activations import (
     Tanh,
     activation,
 )
-from equipoise.operators.base import MonotoneOperator, Resolvent
 from equipoise.operators.convolution import MonotoneConv2d
-from equipoise.operators.linear import MonotoneLinear
+from equipoise.operators.linear import MonotoneLinear, MonotoneOperator, Resolvent
 from equipoise.operators.multitier import MonotoneMultiTier
-from equipoise.operators.problem import MonotoneProblem
+from equipoise.operators.splitting import MonotoneProblem
 
 __all__ = [
     "ELU",

@@ -9,7 +9,7 @@ P. L. Combettes, J.-C. Pesquet, "Deep neural network structures solving variatio
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,6 +155,9 @@ class SmoothActivation(ProximalActivation):
     def parts(self, p: Tensor, alpha: float) -> Parts:
         """Return s, p - s, s' and 1 - s' at p, without any cancellation that alpha would magnify."""
 
+    def derivative(self, x: Tensor) -> Tensor:
+        return self.parts(x, 1.0)[2]
+
     def start(self, x: Tensor, alpha: float) -> Tensor:
         """Return the root of the asymptote or tangent of phi that is nearest to its own."""
         low, high = (x.sub((1 - alpha) * limit).div_(alpha) for limit in self.limits)
@@ -218,9 +221,6 @@ class Tanh(SmoothActivation):
         rest = s * s
         return s, gap, 1 - rest, rest
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return 1 - torch.tanh(x).square()
-
     def function(self, z: Tensor) -> Tensor:
         return -(torch.special.entr(1 + z) + torch.special.entr(1 - z) + z.square()) / 2
 
@@ -243,9 +243,6 @@ class Arctan(SmoothActivation):
                 q = n * n * square / (2 * n + 1 + q)
             gap = torch.where(square < 0.25, p * (q / (1 + q)), gap)
         return s, gap, 1 / (1 + square), 1 / (1 + 1 / square)
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return 1 / (1 + x.square())
 
     def function(self, z: Tensor) -> Tensor:
         # In float32 pi/2 is rounded up: its cosine is negative.
@@ -309,10 +306,6 @@ class Sigmoid(SmoothActivation):
         slope = s * (1 - s)
         return s, p - s, slope, 1 - slope
 
-    def derivative(self, x: Tensor) -> Tensor:
-        s = torch.sigmoid(x)
-        return s * (1 - s)
-
     def function(self, z: Tensor) -> Tensor:
         return -torch.special.entr(z) - torch.special.entr(1 - z) - z.square() / 2
 
@@ -329,9 +322,6 @@ class Softplus(SmoothActivation):
 
     def parts(self, p: Tensor, alpha: float) -> Parts:
         return self(p), -self(-p), torch.sigmoid(p), torch.sigmoid(-p)
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x)
 
     def function(self, z: Tensor) -> Tensor:
         # Li2(exp(-z)) = D(w) = pi^2 / 6 - z w - D(z) with w = -log(1 - exp(-z)): D of the smaller is a short series.
@@ -429,27 +419,10 @@ NAMES: dict[str, type[ProximalActivation]] = {
     "soft-threshold": SoftThreshold,
     "hard-tanh": HardTanh,
 }
-FUNCTIONS: dict[Callable[..., Any], type[ProximalActivation]] = {
-    **dict.fromkeys((torch.relu, F.relu), ReLU),
-    **dict.fromkeys((torch.tanh, F.tanh), Tanh),
-    **dict.fromkeys((torch.arctan, torch.atan), Arctan),
-    **dict.fromkeys((torch.sigmoid, F.sigmoid), Sigmoid),
-    F.leaky_relu: LeakyReLU,
-    F.elu: ELU,
-    F.softplus: Softplus,
-    F.softshrink: SoftThreshold,
-    F.hardtanh: HardTanh,
-}
-MODULES: dict[type[nn.Module], Callable[[Any], ProximalActivation | None]] = {
-    nn.ReLU: lambda _: ReLU(),
-    nn.LeakyReLU: lambda module: LeakyReLU(module.negative_slope),
-    nn.ELU: lambda module: ELU(module.alpha),
-    nn.Tanh: lambda _: Tanh(),
-    nn.Sigmoid: lambda _: Sigmoid(),
-    nn.Softplus: lambda module: Softplus() if module.beta == 1 else None,
-    nn.Softshrink: lambda module: SoftThreshold(module.lambd),
-    nn.Hardtanh: lambda module: HardTanh() if (module.min_val, module.max_val) == (-1, 1) else None,
-}
+# By the names of torch's functions and modules, lower-case letters only.
+TORCH = {name.replace("-", ""): kind for name, kind in NAMES.items()} | {"atan": Arctan, "softshrink": SoftThreshold}
+OPTIONS = {nn.LeakyReLU: "negative_slope", nn.ELU: "alpha", nn.Softshrink: "lambd"}  # the same option of a module
+DEFAULTS = {nn.Softplus: {"beta": 1}, nn.Hardtanh: {"min_val": -1, "max_val": 1}}  # the only supported options
 
 NEITHER = "it is not a proximal map: it decreases for some negative x, and its slope exceeds 1 for some positive x"
 NO_PROX = "it is a proximal map, but its prox^alpha is not implemented"
@@ -476,23 +449,14 @@ def activation(given: str | Callable[..., Any]) -> ProximalActivation:
         return given
     if isinstance(given, type):
         raise TypeError(f"activation is the class {given.__name__}; give an object: {given.__name__}().")
-    if isinstance(given, str):
-        if given in NAMES:
-            return NAMES[given]()
-        name = given
-    elif isinstance(given, nn.Module):
-        if type(given) in MODULES:
-            match = MODULES[type(given)](given)
-            if match is None:
-                raise ValueError(f"activation is {given!r}; for this one, only torch's default options are supported.")
-            return match
-        name = type(given).__name__ if type(given).__module__.startswith("torch.nn.") else ""
-    else:
-        if isinstance(given, Hashable) and given in FUNCTIONS:
-            return FUNCTIONS[given]()
-        name = getattr(given, "__name__", "")
-        name = name if any(getattr(place, name, None) is given for place in (torch, F)) else ""
-    reason = REFUSED.get("".join(filter(str.isalnum, name)).lower())
+    if isinstance(given, str) and given in NAMES:
+        return NAMES[given]()
+    name = "".join(filter(str.isalnum, given if isinstance(given, str) else torch_name(given))).lower()
+    if not isinstance(given, str) and name in TORCH:
+        if any(getattr(given, option) != value for option, value in DEFAULTS.get(type(given), {}).items()):
+            raise ValueError(f"activation is {given!r}; for this one, only torch's default options are supported.")
+        return TORCH[name](*(getattr(given, option) for kind, option in OPTIONS.items() if type(given) is kind))
+    reason = REFUSED.get(name)
     supported = f"Supported: {', '.join(NAMES)}; your own is a subclass of equipoise.operators.ProximalActivation."
     if reason is not None:
         raise ValueError(f"activation is {given!r}; {reason}. {supported}")
@@ -502,3 +466,11 @@ def activation(given: str | Callable[..., Any]) -> ProximalActivation:
         f"activation is {given!r}, which is not known to be a proximal map (it must act elementwise, never decrease, "
         f"and have slope at most 1). {supported}"
     )
+
+
+def torch_name(given: object) -> str:
+    """Return the name of one of torch's modules or functions; an empty string for anything else."""
+    if isinstance(given, nn.Module):
+        return type(given).__name__ if type(given).__module__.startswith("torch.nn.") else ""
+    name = getattr(given, "__name__", "")
+    return name if any(getattr(place, name, None) is given for place in (torch, F)) else ""

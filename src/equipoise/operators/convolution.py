@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.operators.base import MonotoneOperator, identity_like, inverted, resolved
+from equipoise.operators.linear import MonotoneOperator, identity_like, inverted, resolved
 from equipoise.operators.spectrum import images, memory, real, spectrum
 from equipoise.options import is_number, require_number
 from equipoise.stability.norms import operator_norm_bound
@@ -43,19 +43,8 @@ class MonotoneConv2d(MonotoneOperator):
         require_number("channels", channels, at_least=1, whole=True)
         self.channels, self.size = channels, checked_size(size)
         self.grid = (self.size[0] + BORDER, self.size[1] + BORDER)
+        self.shape, self.inner = (channels, *self.grid), (self.size,)
         self.add_parameters(lambda: fresh_kernel(channels, channels))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.channels, *self.grid)
-
-    @property
-    def inner(self) -> tuple[tuple[int, int] | None, ...]:
-        return (self.size,)
-
-    @property
-    def hint(self) -> str:
-        return f" The grid is that of images of {self.size} and {BORDER} more rows and columns, a border of zeros."
 
     def kernel(self) -> Tensor:
         """Return the 5x5 kernel of W."""

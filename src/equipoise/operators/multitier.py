@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise.operators.base import (
+from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel, means
+from equipoise.operators.linear import (
     RAW_ONE,
     MonotoneOperator,
     identity_like,
@@ -20,7 +21,6 @@ from equipoise.operators.base import (
     spectral_norm,
     unit,
 )
-from equipoise.operators.convolution import BORDER, COARSE, blocks_norm, checked_size, composed, fresh_kernel, means
 from equipoise.operators.spectrum import Spectrum, embed, images, memory, real, spectrum
 from equipoise.options import is_number
 
@@ -58,34 +58,20 @@ class MonotoneMultiTier(MonotoneOperator):
         whole = isinstance(channels, tuple | list) and all(is_number(c, 1, whole=True) for c in channels)
         if not whole or not channels:
             raise ValueError(f"channels is {channels!r}; it must be a tuple of whole numbers, one for each tier.")
-        self.channels, tiers = tuple(channels), len(channels)
+        self.channels, self.tiers = tuple(channels), len(channels)
         height, width = checked_size(size)
-        self.sizes = [(-(-height // STRIDE**i), -(-width // STRIDE**i)) for i in range(tiers)]
+        self.sizes = [(-(-height // STRIDE**i), -(-width // STRIDE**i)) for i in range(self.tiers)]
         self.grids = [(h + BORDER, w + BORDER) for h, w in self.sizes]
         self.grids[:-1] = [(h + h % STRIDE, w + w % STRIDE) for h, w in self.grids[:-1]]
+        self.shape = tuple((c, *grid) for c, grid in zip(channels, self.grids, strict=True))
+        self.inner = tuple(self.sizes)
         self.A = nn.ParameterList(fresh_kernel(c, c) for c in channels)
         self.B = nn.ParameterList(fresh_kernel(c, c) for c in channels)
         self.S = nn.ParameterList(fresh_kernel(b, a) for a, b in itertools.pairwise(channels))
         if normalize:
-            self.g = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in range(tiers))
-            self.h = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(tiers))
-            self.s = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in range(tiers - 1))
-
-    @property
-    def shape(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((c, *grid) for c, grid in zip(self.channels, self.grids, strict=True))
-
-    @property
-    def inner(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(self.sizes)
-
-    @property
-    def hint(self) -> str:
-        return f" The grids are those of images of {self.sizes[0]}, halved tier by tier, each with a border of zeros."
-
-    @property
-    def tiers(self) -> int:
-        return len(self.channels)
+            self.g = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in self.A)
+            self.h = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in self.B)
+            self.s = nn.ParameterList(nn.Parameter(torch.tensor(RAW_ONE)) for _ in self.S)
 
     def spectrum(self, i: int, like: Tensor) -> Spectrum:
         """Return the transform of tier i; where S follows, frequencies that it folds together are adjacent."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.operators.base import in_transform
+from equipoise.operators.linear import in_transform
 from equipoise.problem.layout import BATCH_LAST, inverse
 
 ORDER = BATCH_LAST[4]
@@ -59,6 +59,7 @@ class Spectrum:
             return angle.cos(), angle.sin()
 
         self.grid, self.columns, self.rows = grid, columns, rows
+        self.count = len(columns) * len(rows)  # of the frequencies that are kept
         cos, sin = angles(columns, width)
         weights = torch.tensor(share).double()[:, None] / width
         across = torch.stack([cos, -sin])  # [re, im], column | position
@@ -75,11 +76,6 @@ class Spectrum:
         self.pull_across = matrix(across * weights / height, 2 * len(columns))
         self.down, self.back_down = matrix(down, 2 * len(rows)), matrix(back_down, 2 * height)
         self.dtype, self.device = dtype, device
-
-    @property
-    def count(self) -> int:
-        """The number of frequencies that are kept."""
-        return len(self.columns) * len(self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform (H, W, C, batch) images to (frequency, 2 C, batch) spectra."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from equipoise.problem.compiled import DYNAMO, eagerly, graphs, original
+from equipoise.problem.compiled import COMPILER, eagerly, graphs, original
 from equipoise.problem.layout import leaves, rebuild
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
 
 def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
     """Yield the modules and tensors in f's closure, globals, defaults and attributes, each with a locating phrase."""
-    f = original(f) if DYNAMO in sys.modules else f
+    f = original(f) if COMPILER in sys.modules else f
     if isinstance(f, nn.Module):
         yield "", f
     elif isinstance(f, functools.partial):
@@ -161,7 +161,7 @@ def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tenso
     make its Jacobian look like zero.
     """
     compiled = set()
-    if DYNAMO in sys.modules:
+    if COMPILER in sys.modules:
         compiled = graphs(node for node, _ in edges(record, [rows, *problem.sources])) - set(_checked_graphs)
     if compiled:  # a compiled graph shows a path to all its inputs, including those cut off inside it
         with torch.enable_grad(), eagerly():

@@ -4,8 +4,8 @@ A solve needs what a compiled graph does not provide by default: the adjoint sys
 many times, while inductor lets a backward pass overwrite what the forward pass saved ("donated buffers"); finished
 samples are left out, so the batch size varies; and forward-mode derivatives need the uncompiled f.
 
-dynamo is slow to import. Nothing here loads it, and callers first test whether it is loaded, so that an f that is not
-compiled pays nothing.
+The compiler is slow to import. Nothing here loads it, and callers first test whether it is loaded, so that programs
+that compile nothing pay nothing. Optimizers load dynamo, but not what torch.compile loads besides.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DYNAMO = "torch._dynamo"  # a module in sys.modules once anything has been compiled
+COMPILER = "torch._dynamo.debug_utils"  # in sys.modules once torch.compile was called, or a compiled f loaded
 
 
 def original(f: Any) -> Any:
@@ -36,7 +36,7 @@ def uncompiled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def eagerly() -> AbstractContextManager[object]:
     """Return a context in which nothing compiled runs."""
-    if DYNAMO not in sys.modules or torch.compiler.is_compiling():
+    if COMPILER not in sys.modules or torch.compiler.is_compiling():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from equipoise.problem.captures import layers, tensors_needing_gradients
-from equipoise.problem.compiled import DYNAMO, buffers_kept, eagerly, uncompiled, vary_batch
+from equipoise.problem.compiled import COMPILER, buffers_kept, eagerly, uncompiled, vary_batch
 from equipoise.problem.layout import Layout, Leaf, leaves, outline, rebuild, same_nesting, select
 from equipoise.problem.scope import Scope, current
 from equipoise.solution import warn_user
@@ -233,7 +233,7 @@ class FunctionProblem(Problem):
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
         given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
         recording = nullcontext()
-        if DYNAMO in sys.modules:
+        if COMPILER in sys.modules:
             if self.gatherable:
                 vary_batch(self.f, [*(tensor for tensor, _ in given), *self.scope.per_sample.values()])
             recording = buffers_kept() if torch.is_grad_enabled() else recording
@@ -313,7 +313,7 @@ class FunctionProblem(Problem):
 
     def uncompiled(self) -> FunctionProblem:
         """Return the problem with f not compiled."""
-        if DYNAMO not in sys.modules or (plain := uncompiled(self.f)) is self.f:
+        if COMPILER not in sys.modules or (plain := uncompiled(self.f)) is self.f:
             return self
         return self.replaced(f=plain)
 

@@ -45,7 +45,7 @@ class AugmentedClassification(LabelTask):
         equilibria: list[Images] = []
         hook = inner.equilibrium.register_forward_hook(lambda module, inputs, z: equilibria.append(z))
         try:
-            loss, sums = self.cross_entropy(model, batch)  # of the wrapped model, which averages gradients
+            loss, sums = super().loss(model, batch)  # of the wrapped model, which averages gradients
         finally:
             hook.remove()
         (z,) = equilibria

@@ -58,7 +58,7 @@ class LabelTask(Task, ABC):
             images = flip(images, generator)
         return images, labels
 
-    def cross_entropy(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         """Return the mean cross entropy of a training batch, in single precision at least, and its sums."""
         images, labels = batch
         logits = model(images)
@@ -145,9 +145,6 @@ class Classification(LabelTask):
     Example:
         >>> task = Classification(class_names=("cat", "dog"), shift=4, flip=True)
     """
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        return self.cross_entropy(model, batch)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

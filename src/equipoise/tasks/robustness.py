@@ -202,7 +202,7 @@ class Robustness(LabelTask):
             # Without the wrapper that averages gradients: it would wait for gradients of the weights.
             budget = vars(replace(self.budget, steps=self.train_steps, restarts=1))
             images = pgd(unwrapped(model), images, labels, **budget)
-        return self.cross_entropy(model, (images, labels))
+        return super().loss(model, (images, labels))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch

@@ -192,7 +192,8 @@ class Segmentation(Task):
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        chosen, names, colors = list(spread_over(batches, samples, SHOWN)), self.class_names, self.colors
+        chosen, names = list(spread_over(batches, samples, SHOWN)), self.class_names
+        colors = class_colors(names)
         height, width = chosen[0][0].shape[-2:]
         figure = Figure(figsize=(11, 11 / 4 * len(chosen) * height / width + 1.5), layout="constrained")
         present: set[int] = set()
@@ -216,10 +217,6 @@ class Segmentation(Task):
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
         return figure
 
-    @property
-    def colors(self) -> Tensor:
-        return class_colors(self.class_names)
-
     def mistakes(self, image: Tensor, truth: Tensor, guess: Tensor) -> Tensor:
         """Return the image, pale and grey, with wrong pixels in red and those without a class in black."""
         pale = 0.6 + 0.4 * in_three_colors(image).mean(0, keepdim=True).expand(3, -1, -1)
@@ -233,7 +230,7 @@ class Segmentation(Task):
         ious, size = class_ious(confusion), len(self.class_names)
         figure = Figure(figsize=(5.6, 1.2 + 0.26 * size), layout="constrained")
         axis = figure.subplots()
-        colors = (self.colors / 255).tolist()
+        colors = (class_colors(self.class_names) / 255).tolist()
         axis.barh(range(size), ious.nan_to_num(0).tolist(), color=colors, edgecolor="0.3", linewidth=0.5)
         for row, iou in enumerate(ious.tolist()):
             words = "absent and not predicted" if math.isnan(iou) else f"{iou:.3f}"

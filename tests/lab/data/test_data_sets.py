@@ -22,16 +22,15 @@ from equipoise.lab.data import (
     search_path,
 )
 from equipoise.lab.data.base import spread
-from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.data.catalogue import ABOUT, HOW_TO_GET, SOURCES
 from equipoise.lab.data.files import places
 from equipoise.lab.data.files.trees import Zip
-from equipoise.lab.data.get.sources import HOW_TO_GET, SOURCES
 from equipoise.lab.recipes.build import load_data
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import create
 from equipoise.lab.runs.machine import this_machine
-from equipoise.lab.training.sweeps import described
+from equipoise.lab.training.trainer import described
 from equipoise.lab.trust import ANYTHING
 from official_files import (
     BATCHES,

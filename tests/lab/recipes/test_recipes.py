@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from equipoise.lab.data import DATA_SETS
+from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.recipes.build import build_model, build_task, check
 from equipoise.lab.recipes.reading import (
     RecipeError,
@@ -40,7 +41,6 @@ from equipoise.lab.recipes.schema import (
     TableSpec,
     Training,
 )
-from equipoise.lab.results.overview import KNOWN_FACTS
 from equipoise.lab.results.reproduce import figure_functions, rows, trainings
 from equipoise.lab.runs.folder import create
 
@@ -1093,7 +1093,7 @@ def test_dates_are_refused_for_a_run_could_not_keep_them(write, value):
 # What the package brings
 
 FACTS = {
-    **KNOWN_FACTS,
+    **{name: (tuple(about.shape), about.classes) for name, about in ABOUT.items() if about.shape},
     "omniglot": ((1, 105, 105), 964),
     "celeba": ((3, 64, 64), 0),
     "imagenette": ((3, 160, 160), 10),

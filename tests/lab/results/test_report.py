@@ -22,7 +22,6 @@ import torch
 from equipoise import Anderson, Broyden, Equilibrium, Picard, Result
 from equipoise.cli import main
 from equipoise.lab.files import write_json
-from equipoise.lab.format import duration, format_metric
 from equipoise.lab.recipes.build import load_data
 from equipoise.lab.recipes.reading import Where, change, open_recipe, parse_override, read, recipe_names, to_toml
 from equipoise.lab.recipes.schema import Recipe
@@ -31,8 +30,10 @@ from equipoise.lab.results.report import labels, picture, write_report
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run, create, open_run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.sweeps import train_recipe
-from equipoise.lab.trust import ANYTHING, NOTHING
+from equipoise.lab.training.evaluate import duration, format_metric
+from equipoise.lab.training.sweeps import train_sweep
+from equipoise.lab.training.trainer import train_run
+from equipoise.lab.trust import NOTHING, Trust
 
 for package in ("sklearn", "matplotlib", "safetensors", "tqdm"):
     pytest.importorskip(package)
@@ -82,7 +83,7 @@ class Two(nn.Module):  # two equilibria; the first is solved without calling the
 
 
 def trained(parent: Path, *changes: str, recipe: str = "core/digits", budget: str | None = "smoke", folders=()) -> Path:
-    return train_recipe(open_recipe(recipe, budget, list(changes)), parent, MACHINE, folders)
+    return train_run(open_recipe(recipe, budget, list(changes)), parent, MACHINE, folders)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,9 @@ def outside(tmp_path_factory):
         source = open_recipe("core/digits", "smoke", [*small, *changes])
         tables = {**source.tables, "model": {"name": f"reported_nets:{model}"}}
         del tables["tolerance"]  # a model without equilibrium has none
-        source.where.trust = ANYTHING.looking_in(str(folder))
-        return train_recipe(dataclasses.replace(source, tables=tables, folder=str(folder)), folder / "runs", MACHINE)
+        source.where.trust = Trust(None, (str(folder),))
+        source = dataclasses.replace(source, tables=tables, folder=str(folder))
+        return (train_run if source.recipe.seeds == 1 else train_sweep)(source, folder / "runs", MACHINE)
 
     yield train
     sys.path[:] = before

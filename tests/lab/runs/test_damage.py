@@ -337,7 +337,7 @@ def test_any_entry_of_a_sweep_or_a_table_may_be_anything(damaged, tmp_path, caps
     from equipoise.lab.results import reproduce
     from equipoise.lab.training import sweeps
 
-    monkeypatch.setattr(sweeps, "run_to_end", lambda *_, **__: {"steps": 1})
+    monkeypatch.setattr(sweeps, "train", lambda *_, **__: {"steps": 1})
     monkeypatch.setattr(reproduce, "trained_in", lambda *_: damaged)
     facts = json.loads((damaged / "run.json").read_text())
     asked = {"name": "core/table", "budget": "smoke", "changes": ["data.limit=48"], "data": ["/nowhere"]}

@@ -16,8 +16,8 @@ from equipoise.cli import main, parser
 from equipoise.lab.recipes.reading import RecipeError
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
-from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName, trusting
-from equipoise.registry import Registry, UnknownName, WrongKind
+from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName
+from equipoise.registry import Registry, UnknownName, WrongKind, looking_up
 from lab_helpers import latest, run, train, write_recipe
 
 EVIL = "from pathlib import Path\nPath('exploded').touch()\ndef go(*args, **options): ...\nclass Net: ...\n"
@@ -250,9 +250,9 @@ def test_trust_is_exact(place):
     (place / "pack" / "nets.py").write_text("from torch import nn\nclass Net(nn.Identity): ...")
     models = Registry("model", {}, torch.nn.Module)
     for word in ("pack", "pack.net", "nets", "pack.nets.Net"):
-        with trusting(Trust.of(word).looking_in(".")), pytest.raises(UntrustedName):
+        with looking_up(Trust(frozenset({word}), (".",)).find), pytest.raises(UntrustedName):
             models["pack.nets:Net"]
-    with trusting(Trust.of("pack.nets").looking_in(".")):
+    with looking_up(Trust(frozenset({"pack.nets"}), (".",)).find):
         assert models["pack.nets:Net"].__name__ == "Net"
 
 
@@ -374,9 +374,9 @@ def test_outside_of_any_file_everything_is_the_users_own_word():
     assert not NOTHING.allows("os")
     parts = Registry("part", {}, functions=True)
     assert parts["shlex:join"] is shlex.join
-    with trusting(NOTHING), pytest.raises(UntrustedName):
+    with looking_up(NOTHING.find), pytest.raises(UntrustedName):
         parts["shlex:join"]
-    with trusting(Trust.of("shlex")):
+    with looking_up(Trust.of("shlex").find):
         assert parts["shlex:join"] is shlex.join
         assert issubclass(WrongKind, UnknownName)
         with pytest.raises(WrongKind, match="it must be a function"):

@@ -1,19 +1,24 @@
-"""Base classes of data sets: splits that return whole batches as tensors, and their properties."""
+"""Data sets: loaded by name, and made of splits, which are read in batches of tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.data.files.places import Places
+from equipoise.registry import MissingPackage, Registry, call
 from equipoise.tasks.base import Batch
 
 FACTS = ("shape", "classes", "class_names", "mean", "std")  # properties that models and tasks can take as parameters
+DIGITS = tuple("0123456789")
 
 
 class Split(ABC):
@@ -90,6 +95,31 @@ def spread(split: Split, samples: int) -> Split:
     return Subset(split, torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long())
 
 
+def batches(split: Split, rows: Iterable[Tensor], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches with these rows, on the device; each is read while the one before it is in use."""
+    pinned = device.type == "cuda"
+
+    def read(wanted: Tensor) -> Batch:
+        batch = split.read(wanted)
+        return tuple(tensor.pin_memory() for tensor in batch) if pinned else batch
+
+    def placed(batch: Batch) -> Batch:
+        return tuple(tensor.to(device, non_blocking=pinned) for tensor in batch)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+        ahead: Future[Batch] | None = None
+        try:
+            for wanted in rows:
+                previous, ahead = ahead, reader.submit(read, wanted)
+                if previous is not None:
+                    yield placed(previous.result())
+            if ahead is not None:
+                yield placed(ahead.result())
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+
+
 @dataclass(frozen=True)
 class DataSet:
     """A data set: training, validation and test splits, and their properties.
@@ -139,3 +169,93 @@ class DataSet:
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))
         held, kept = order[:count].sort().values, order[count:].sort().values
         return replace(self, train=Subset(self.train, kept), val=Subset(self.train, held))
+
+
+DATA_SETS = Registry(
+    "data set",
+    {
+        "digits": "equipoise.lab.data.sets.arrays:digits",
+        "mnist": "equipoise.lab.data.sets.idx:mnist",
+        "fashion-mnist": "equipoise.lab.data.sets.idx:fashion_mnist",
+        "cifar10": "equipoise.lab.data.sets.cifar:cifar10",
+        "cifar100": "equipoise.lab.data.sets.cifar:cifar100",
+        "svhn": "equipoise.lab.data.sets.arrays:svhn",
+        "omniglot": "equipoise.lab.data.sets.folders:omniglot",
+        "celeba": "equipoise.lab.data.sets.folders:celeba",
+        "imagenette": "equipoise.lab.data.sets.folders:imagenette",
+        "imagenet": "equipoise.lab.data.sets.folders:imagenet",
+        "image-folder": "equipoise.lab.data.sets.folders:image_folder",
+        "camvid": "equipoise.lab.data.sets.scenes:camvid",
+        "cityscapes": "equipoise.lab.data.sets.scenes:cityscapes",
+    },
+    DataSet,
+    functions=True,
+)
+
+
+def load(name: str, *, folders: Sequence[str | Path] = (), validation: float = 0.1, **options: Any) -> DataSet:
+    """Load a data set with a validation split.
+
+    Args:
+        name: name in ``DATA_SETS``, or ``"my_module:my_data"``: a function that returns a DataSet, and is called with
+            a ``Places`` if it has a parameter ``places``.
+        folders: folders to look for its files in first; see :func:`search_path`.
+        validation: fraction (below 1) or number of training samples to hold out; 0 for no validation split.
+        **options: options of the data set.
+
+    Example:
+        >>> load("cifar100", labels="coarse").shape
+        (3, 32, 32)
+    """
+    reader = DATA_SETS[name]
+    try:
+        data = call(reader, options, {"places": Places(name, folders)}, f"data set {name!r}")
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"data set {name!r} needs the package {error.name!r}, which is missing: pip install 'equipoise[lab]'.",
+            name=error.name,
+        ) from error
+    if not isinstance(data, DataSet):
+        raise ValueError(f"data set {name!r} must return an equipoise.lab.data.DataSet, got {data!r}.")
+    return data.with_validation(validation)
+
+
+# Images with labels, held in memory
+
+Labelled = tuple[Tensor, Tensor]
+
+
+def checked(places: Places, path: Path, images: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> Labelled:
+    """Return the images and labels of a file, after checking that they fit each other."""
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise places.damaged(path, f"its images are {images.dtype} of shape {tuple(images.shape)}")
+    if not len(images) or len(images) != len(labels):
+        raise places.damaged(path, f"it has {len(images)} images, and there are {len(labels)} labels")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= len(class_names):
+        raise places.damaged(path, f"its labels range from {low} to {high}, and there are {len(class_names)} classes")
+    return images, labels.long()
+
+
+def classified(
+    places: Places,
+    train_files: list[Labelled],
+    test_files: list[Labelled],
+    class_names: tuple[str, ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> DataSet:
+    """Return a data set of the images and labels of some files, with a note if it does not have the official size."""
+    train, test = (TensorSplit(*map(torch.cat, zip(*files, strict=True))) for files in (train_files, test_files))
+    shape, note = tuple(train.tensors[0].shape[1:]), differs(places.name, len(train), len(test))
+    return DataSet(places.name, train, test, shape, class_names=class_names, mean=mean, std=std, note=note)
+
+
+def differs(name: str, train: int, test: int) -> str:
+    """Describe sizes that are not the official ones ("949 of the official 73257 training images"), or return ""."""
+    about = ABOUT.get(name, ABOUT["image-folder"])
+    return ", ".join(
+        f"{count} {'of' if count < official else 'instead of'} the official {official} {kind} images"
+        for kind, count, official in (("training", train, about.train), ("test", test, about.test))
+        if official is not None and count != official
+    )

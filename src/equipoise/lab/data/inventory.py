@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.data.files.limits import CHUNK, LIMITS
+from equipoise.lab.data.catalogue import ABOUT, OTHER_FORMS, SOURCES, RemoteFile, how_to_get, mismatch
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.get.sources import OTHER_FORMS, SOURCES, RemoteFile, how_to_get, mismatch
+from equipoise.lab.files import CHUNK, LIMITS
 from equipoise.options import unknown
 
 

@@ -17,10 +17,10 @@ from equipoise.lab.data import DATA_SETS, FACTS, DataSet, load
 from equipoise.lab.data.base import spread
 from equipoise.lab.recipes.reading import RecipeError, RecipeFile, Where
 from equipoise.lab.recipes.schema import Named, Recipe
-from equipoise.lab.trust import Trust, UntrustedName, trusting
+from equipoise.lab.trust import Trust, UntrustedName
 from equipoise.models import MODELS
 from equipoise.options import UnknownOption
-from equipoise.registry import Registry, UnknownName, call, check_options, parameters
+from equipoise.registry import Registry, UnknownName, call, check_options, looking_up, parameters
 from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.tolerance import Tolerance
@@ -66,7 +66,7 @@ MAX_GRAPHS = 64  # graphs that torch may compile for one function before it give
 def located(where: Where, *path: str) -> Iterator[None]:
     """Look up names under the recipe's trust, and report errors raised in the block with the line of a section."""
     try:
-        with trusting(where.trust):
+        with looking_up(where.trust.find):
             yield
     except RecipeError:  # located already
         raise
@@ -163,7 +163,7 @@ def check(source: RecipeFile) -> Recipe:
 
 def load_data(recipe: Recipe, folders: Sequence[Path], trust: Trust) -> DataSet:
     """Load the recipe's data set, with its validation split, reduced to the recipe's limit."""
-    with trusting(trust):
+    with looking_up(trust.find):
         data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
     if (limit := recipe.data.limit) is None:
         return data

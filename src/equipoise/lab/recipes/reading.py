@@ -38,17 +38,13 @@ class Where:
 
     def __init__(self, name: str, text: str = "", trust: Trust = NOTHING):
         self.name, self.text, self.trust = name, text, trust
-        self.places: dict[KeyPath, str] = {}
+        self.places: dict[KeyPath, str] = {}  # where a key, and everything in it, was set outside of the file
         self.phase: tuple[int, dict[str, Any]] | None = None
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
         """Line numbers by key, computed only when there is a mistake to report."""
         return key_lines(self.text)
-
-    def note(self, path: KeyPath, place: str) -> None:
-        """Record that a key, and everything in it, was set in another place."""
-        self.places[path] = place
 
     def in_phase(self, number: int, phase: dict[str, Any]) -> Where:
         """Return a copy that locates keys which a phase sets within that phase."""
@@ -196,7 +192,7 @@ def change(table: dict[str, Any], key: str, value: Any, place: str, where: Where
         else:
             if part not in here:
                 here[part] = {}
-                where.note(path[:depth], place)
+                where.places[path[:depth]] = place
             here = here[part]
         if not isinstance(here, dict | list):
             raise RecipeError(f"{place}: {'.'.join(path[:depth])} is {here!r}; it has no keys to set.")
@@ -206,11 +202,11 @@ def change(table: dict[str, Any], key: str, value: Any, place: str, where: Where
     elif isinstance(value, dict) and "name" in value and isinstance(before, dict):
         here[path[-1]] = {**kept(path, before, value), **value}
         for inner in value:
-            where.note((*path, inner), place)
+            where.places[(*path, inner)] = place
         return
     else:
         here[path[-1]] = value
-    where.note(path, place)
+    where.places[path] = place
 
 
 def kept(path: KeyPath, before: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +282,7 @@ class RecipeFile:
     @classmethod
     def from_saved(cls, saved: dict[str, Any], file: Path, trust: Trust) -> RecipeFile:
         """Return the recipe that :meth:`saved` put into a file of a run."""
-        where = Where(str(file), trust=trust.looking_in(".", *([saved["folder"]] if saved["folder"] else [])))
+        where = Where(str(file), trust=dataclasses.replace(trust, folders=tuple(filter(None, (".", saved["folder"])))))
         return cls(saved["recipe"], saved["tables"], where, saved["folder"])
 
     def saved(self) -> dict[str, Any]:
@@ -325,11 +321,8 @@ class RecipeFile:
 
 
 SAVED = {"recipe": str, "folder": str, "tables": dict}
-KINDS = {
-    Recipe: ("recipe", "train"),
-    TableSpec: ("table", "reproduce"),
-    FigureSpec: ("figure", "figure"),
-}  # and command
+# The name of each kind of file, and the command that it is for
+KINDS = {Recipe: ("recipe", "train"), TableSpec: ("table", "reproduce"), FigureSpec: ("figure", "figure")}
 
 
 def kind_of(source: RecipeFile) -> type[Recipe] | type[TableSpec] | type[FigureSpec]:
@@ -369,7 +362,7 @@ def open_recipe(
             raise RecipeError(unknown("recipe", name, known) + " For your own file, give its path, ending in .toml.")
         text, shown, folder = (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"recipe {name}", ""
     places = [folder, "."] if trust.modules is None else [".", folder]  # a file must not outdo the current folder
-    where = Where(shown, text, trust.looking_in(*filter(None, places)))
+    where = Where(shown, text, dataclasses.replace(trust, folders=tuple(filter(None, places))))
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

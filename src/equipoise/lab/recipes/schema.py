@@ -35,9 +35,7 @@ class Data:
     """The data set; its options are the section's other keys."""
 
     name: str
-    validation: NonNegative = (
-        0.1  # training samples held out to choose the best weights: a share, or a number; 0 for none
-    )
+    validation: NonNegative = 0.1  # share or number of training samples held out to choose the best weights; 0: none
     limit: Count | None = None  # largest number of samples per split (for trying things out)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -55,9 +53,7 @@ class Training:
     test: Literal["end", "epoch"] = "end"  # measured for the record only; the best weights are chosen on validation
     log_every: Count = 20  # steps between two lines of the log
     checkpoint_every: Count | None = None  # steps between two checkpoints, in addition to one after every epoch
-    keep_every: Count | None = (
-        None  # epochs between two sets of weights that are kept permanently, starting at the first
-    )
+    keep_every: Count | None = None  # epochs between two sets of weights that are kept permanently, from the first on
     init_from: str | None = None  # a run, or a weights file: tensors of the same name and shape are taken from it
     sync_batch_norm: bool = False  # BatchNorm over the batch of all processes; GPUs only
 

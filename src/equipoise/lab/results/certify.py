@@ -1,15 +1,14 @@
 """Certified accuracy of a trained run, tested with adversarial attacks."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from equipoise.lab.data.base import Split, spread
@@ -18,17 +17,13 @@ from equipoise.lab.recipes.reading import parse_override
 from equipoise.lab.results.figures import BLUE, GREEN, ORANGE, finish, new_figure
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar, samples_of
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.mondeq.certificate import Certificate, Certifier
 from equipoise.models.mondeq.model import MonDEQ
 from equipoise.options import is_number, option, options
 from equipoise.tasks.robustness import foolbox_pgd, pgd
 from equipoise.tolerance import Tolerance
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 101  # number of points of the certified curve
 RADII = (1 / 3, 2 / 3, 1, 1.5, 2.5, 4)  # default radii of attacks, in units of the largest certified one
@@ -176,7 +171,7 @@ def certified(trained: Trained, split: Split, trial: Certify) -> Certified:
     right, radii = [], []
     with progress_bar("certifying", len(split)) as bar:
         size = trained.recipe.training.evaluation_batch_size
-        for images, labels in prepared(split, trained.task, trained.setting, size)():
+        for images, labels in prepared(split, trained.task, trained.setting, size):
             verdict = certifier(images)
             right.append((verdict.classes == labels).cpu())
             radii.append(verdict.radii.cpu())
@@ -203,7 +198,7 @@ def attack(
     counts = torch.zeros(len(kinds), 3, dtype=torch.int64)  # survived, inside a certified radius, changed there
     seed_everything(trained.recipe.seed, "certify")
     with progress_bar("attacking", len(kinds) * len(split)) as bar, quiet_failures():
-        for images, labels in prepared(split, trained.task, trained.setting, len(split))():
+        for images, labels in prepared(split, trained.task, trained.setting, len(split)):
             before = certifier(images)
             for count, (name, radius) in zip(counts, kinds, strict=True):
                 moved = attacks[name](model, images, before.classes, radius=radius, norm="l2", steps=trial.steps)

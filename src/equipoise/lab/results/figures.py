@@ -1,21 +1,23 @@
 """Figures of training runs: metrics, solver statistics and convergence. Functions return figures; callers save them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium, fixed_point
 from equipoise.lab.data.base import Split, spread
-from equipoise.lab.files import write_json
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
@@ -28,20 +30,13 @@ from equipoise.solvers import Anderson, Broyden, Picard, Progress, Solver
 from equipoise.tasks import Sums
 from equipoise.tolerance import Tolerance
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
-
-Titled = Iterator[tuple[str, "Figure"]]
+Titled = Iterator[tuple[str, Figure]]
 Records = Sequence[Mapping[str, Any]]
-CurveStyle = tuple[Any, str, str]  # color, line style, marker: curves differ in more than their color
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#aa4499"  # distinct to color-blind readers, too
 SPLITS = {"train": ("training", BLUE), "val": ("validation", ORANGE), "test": ("test", GREEN)}
 DIRECTION_COLORS: dict[str, str] = dict(zip(DIRECTIONS, (BLUE, ORANGE), strict=True))
 MAX_BARS = 40
-STYLES, MARKERS = ("-", "--", "-.", ":"), "os^vPD"
 RESIDUAL = r"relative residual  $\|{f}(z)-z\| \,/\, \|{f}(z)\|$"
 DIVERGED = 1e3  # residuals above it are outside the panel
 
@@ -169,7 +164,7 @@ def convergence_of(
     models: Sequence[tuple[Trained, Split]], samples: int = 128, relative: float = 1e-6, max_steps: int = 60
 ) -> Figure:
     """Plot :func:`convergence` for models that are already open, each with the split to take samples from."""
-    check_counts(samples=(samples, 1))
+    check_number("samples", samples, at_least=1, whole=True)
     tolerance = Tolerance(relative=relative, max_steps=max_steps, patience=None)
     figure, axes = panels(1, len(models), height=5, sharey=True)
     for axis, (trained, split) in zip(axes[0], models, strict=True):
@@ -186,14 +181,15 @@ def draw_convergence(axis: Axes, trained: Trained, split: Split, tolerance: Tole
         layer, inputs, z0 = first_solve(trained, layers, split)
         # The run's own solver replaces the default of its class. Curves of Anderson and Broyden may coincide.
         solvers: dict[type[Solver], Solver] = {type(s): s for s in (Picard(), Anderson(), Broyden(), layer.solver)}
-        styles = ((BLUE, "-", ""), (ORANGE, "-", ""), (GREEN, "--", ""), (PURPLE, "-", ""))
-        for (kind, solver), style in zip(solvers.items(), styles, strict=False):
+        styles = ((BLUE, "-"), (ORANGE, "-"), (GREEN, "--"), (PURPLE, "-"))
+        for (kind, solver), (color, dashes) in zip(solvers.items(), styles, strict=False):
             trace = trace_residuals(layer, inputs, z0, solver, tolerance)
             own, stats = kind is type(layer.solver), trace.statistics
             share, steps = stats.converged.double().mean().item(), stats.steps.double().median().item()
             label = f"{kind.__name__}{' (this run)' if own else ''}: {share:.0%} converged, median {steps:.0f} steps"
             low, median, high = middle_80(trace.residuals)
-            draw_residuals(axis, label, median, style, (low, high), trace.evaluations, linewidth=2.5 if own else 1.5)
+            axis.fill_between(trace.evaluations, low, high, color=color, alpha=0.2, linewidth=0)
+            axis.plot(trace.evaluations, median, dashes, color=color, label=label, linewidth=2.5 if own else 1.5)
     if layer.tolerance.relative > tolerance.relative:
         axis.axhline(layer.tolerance.relative, color="0.3", linestyle="--", linewidth=1, label="tolerance of the run")
     axis.axhline(tolerance.relative, color="0.3", linestyle=":", linewidth=1, label="tolerance of this figure")
@@ -220,7 +216,7 @@ def first_solve(trained: Trained, layers: Sequence[Equilibrium], split: Split) -
 
         return solve
 
-    (batch,) = prepared(split, trained.task, trained.setting, len(split))()
+    (batch,) = prepared(split, trained.task, trained.setting, len(split))
     for layer in layers:
         vars(layer)["solve"] = stand_in(layer)
     try:
@@ -241,16 +237,6 @@ class ResidualTrace:
     evaluations: list[int]  # evaluations of f up to each check
     residuals: Tensor  # (checks, samples), or (checks, samples, 1 + leaves); infinite after a sample has diverged
     statistics: Statistics
-
-    def per_evaluation(self, evaluations: int) -> Tensor:
-        """Return the residual after each of the first evaluations of f: that of the most recent check.
-
-        A solver may evaluate f several times between checks, and stops once all samples are solved.
-        """
-        rows = self.residuals.new_empty(evaluations, *self.residuals.shape[1:])
-        for count, row in zip([1, *self.evaluations[1:]], self.residuals, strict=True):  # the first check is at z0
-            rows[count - 1 :] = row
-        return rows
 
 
 def trace_residuals(
@@ -291,59 +277,6 @@ def middle_80(residuals: Tensor) -> tuple[list[float], list[float], list[float]]
     return low, median, high
 
 
-def reached(residuals: Sequence[float], level: float) -> int | None:
-    """Return the number of evaluations until the residual is at most ``level``; None if it never is."""
-    return next((count for count, residual in enumerate(residuals, 1) if residual <= level), None)
-
-
-def levels_reached(residuals: Sequence[float], levels: Sequence[float]) -> dict[str, int | None]:
-    """Return :func:`reached` for several levels, keyed by level as a string for JSON."""
-    return {f"{level:g}": reached(residuals, level) for level in levels}
-
-
-def draw_residuals(
-    axis: Axes,
-    label: str,
-    residuals: Sequence[float],
-    style: CurveStyle,
-    band: tuple[Any, Any] | None = None,
-    at: Sequence[int] | None = None,
-    counts: Mapping[str, int | None] | None = None,
-    **line: Any,
-) -> None:
-    """Draw a residual curve.
-
-    Args:
-        band: lower and upper edge of a band around it.
-        at: positions of the points; None for 1, 2, ...
-        counts: evaluations to reach each level, which are added to the label, as is the final residual.
-        line: options of ``Axes.plot``.
-    """
-    color, dashes, marker = style
-    at = range(1, len(residuals) + 1) if at is None else at
-    if counts is not None:
-        label += f": {' / '.join('-' if n is None else str(n) for n in counts.values())}; {residuals[-1]:.2g}"
-    if band is not None:
-        axis.fill_between(at, *band, color=color, alpha=0.2, linewidth=0)
-    line = {"markersize": 5, "markerfacecolor": "white" if dashes == "--" else color, **line}
-    every = max(1, len(residuals) // 8)
-    axis.plot(at, residuals, dashes, color=color, marker=marker, markevery=every, label=label, **line)
-
-
-def finish_residuals(axes: Sequence[Sequence[Axes]], levels: Sequence[float], f: str = "f", columns: int = 1) -> None:
-    """Give panels, which share their y axis, one logarithmic scale, and each a legend that explains its counts."""
-    drawn = [height for row in axes for axis in row for height in heights(axis) if height < DIVERGED]
-    log_scale(axes[0][0], "y", drawn)
-    axes[0][0].set_ylim(top=min(DIVERGED, 1.5 * max(drawn)))
-    title = f"evaluations to residual {' / '.join(f'{level:g}' for level in levels)}; final residual"
-    for row in axes:
-        row[0].set_ylabel(RESIDUAL.format(f=f))
-        for axis in row:
-            axis.set_xlabel(f"evaluations of {f}")
-            whole_numbers(axis.xaxis)
-            legend_below(axis, columns, title)
-
-
 # Parts of figures
 
 
@@ -359,8 +292,6 @@ def metric_names(epochs: Records, *splits: str) -> list[str]:
 
 def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """Return a small figure with one panel; a page shows several side by side."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(4.2, 2.8), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=xlabel, ylabel=plain(ylabel))
@@ -373,8 +304,6 @@ def new_figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
     """Return a figure and an array of its panels, row by row."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
@@ -384,15 +313,11 @@ def percentages(axis: Axes) -> None:
 
 
 def whole_numbers(axis: Axis) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def log_scale(axis: Axes, which: Literal["x", "y"], values: Iterable[float], room: float = 1.0) -> None:
     """Make an axis logarithmic, over the whole decades that contain the values enlarged by the factor ``room``."""
-    from matplotlib.ticker import NullLocator
-
     positive = [value for value in values if 0 < value < math.inf] or [1.0]
     low = math.floor(math.log10(min(positive) / room) + 1e-9)
     high = math.ceil(math.log10(max(positive) * room) - 1e-9)
@@ -448,20 +373,12 @@ def tidy(axis: Axes) -> None:
 
 def colors(count: int) -> list[Any]:
     """Return distinguishable colors."""
-    from matplotlib import colormaps
-
     return [colormaps["tab10"](i) for i in range(count)] if count <= 10 else shades(count, 1.0)
 
 
 def shades(count: int, lightest: float = 0.85) -> list[Any]:
     """Return colors from dark to light."""
-    from matplotlib import colormaps
-
     return [colormaps["viridis"](lightest * i / max(1, count - 1)) for i in range(count)]
-
-
-def curve_styles(colors: Sequence[Any]) -> list[CurveStyle]:
-    return [(color, STYLES[i % len(STYLES)], MARKERS[i % len(MARKERS)]) for i, color in enumerate(colors)]
 
 
 def plain(text: str) -> str:
@@ -478,41 +395,9 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-# Helpers for figures of papers
-
-
-def describe(run: Run) -> dict[str, Any]:
-    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
-
-
-def write_numbers(path: Path | None, numbers: dict[str, Any]) -> None:
-    """Write the numbers of a figure as JSON beside it; ``path`` is that of the picture, None writes nothing."""
-    if path is not None:
-        write_json(path.with_suffix(".json"), numbers)
-
-
-def random_rows(split: Split, samples: int | None = None) -> Tensor:
-    """Return indices of random samples of a split, the same ones on every call."""
-    return torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:samples]
-
-
-def equilibrium_of(trained: Trained, kind: type) -> Any:
-    """Return the first equilibrium of a model whose f is of a given class."""
-    for layer in trained.model.modules():
-        if isinstance(layer, Equilibrium) and isinstance(layer.f, kind):
-            return layer
-    raise ValueError(f"{trained.file}: this figure requires a model with a {kind.__name__}, and this one has none.")
-
-
 def check_number(name: str, value: object, **bounds: Any) -> None:
     """Raise ValueError unless an option of a figure is a number within bounds."""
     try:
         require_number(name, value, **bounds)
     except TypeError as error:  # the value comes from a file or the command line, which reports a ValueError
         raise ValueError(str(error)) from None
-
-
-def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise ValueError unless every option is a whole number of at least its minimum: ``samples=(samples, 1)``."""
-    for name, (value, minimum) in counts.items():
-        check_number(name, value, at_least=minimum, whole=True)

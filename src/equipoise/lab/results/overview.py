@@ -6,26 +6,15 @@ from typing import Any
 
 import torch
 
-from equipoise.lab.data import DATA_SETS, available, cache_folder, check, load
+from equipoise.lab.data import DATA_SETS, FACTS, available, cache_folder, check, load
+from equipoise.lab.data.catalogue import ABOUT, SOURCES, how_to_get
 from equipoise.lab.data.get.download import get
-from equipoise.lab.data.get.sources import SOURCES, how_to_get
-from equipoise.lab.format import duration, format_metric
 from equipoise.lab.recipes import reading
 from equipoise.lab.recipes.build import build_model
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
-from equipoise.lab.training.evaluate import parameter_count
+from equipoise.lab.training.evaluate import duration, format_metric, parameter_count
 from equipoise.options import unknown
-
-# Shapes and numbers of classes of well-known data sets, so that parameters can be counted without loading data.
-KNOWN_FACTS = {
-    "digits": ((1, 8, 8), 10),
-    "mnist": ((1, 28, 28), 10),
-    "fashion-mnist": ((1, 28, 28), 10),
-    "cifar10": ((3, 32, 32), 10),
-    "cifar100": ((3, 32, 32), 100),
-    "svhn": ((3, 32, 32), 10),
-}
 
 
 def recipe_rows() -> list[tuple[str, ...]]:
@@ -42,13 +31,13 @@ def recipe_rows() -> list[tuple[str, ...]]:
 
 def parameters(source: reading.RecipeFile, recipe: Recipe) -> str:
     """Count the parameters of a recipe's model without allocating them."""
-    if recipe.data.name not in KNOWN_FACTS:
+    about = ABOUT.get(recipe.data.name)
+    if about is None or about.shape is None or about.classes is None:
         return "?"
-    shape, classes = KNOWN_FACTS[recipe.data.name]
-    channels = (0.5,) * shape[0]
-    facts = {"shape": shape, "classes": classes, "mean": channels, "std": channels}
+    names, channels = tuple(map(str, range(about.classes))), (0.5,) * about.shape[0]
+    values = (tuple(about.shape), about.classes, names, channels, channels)
     with torch.device("meta"):
-        model = build_model(recipe, {**facts, "class_names": tuple(map(str, range(classes)))}, source.where)
+        model = build_model(recipe, dict(zip(FACTS, values, strict=True)), source.where)
     return f"{parameter_count(model):,}"
 
 
@@ -97,16 +86,14 @@ def data_rows(folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], dict[str,
 
 def get_data(name: str, to: Path | None) -> list[Path]:
     """Download a data set, and return its files."""
-    require_known(name)
     if name not in SOURCES:
-        raise LookupError(f"{name} cannot be downloaded: {how_to_get(name)}.")
+        known = f"{name} cannot be downloaded: {how_to_get(name)}."
+        raise LookupError(known if name in DATA_SETS else unknown("data set", name, DATA_SETS))
     return get(name, SOURCES[name], to or cache_folder())
 
 
 def check_rows(name: str | None, folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], bool]:
     """Return a verdict on every file of one data set, or of all that are found, and whether all of them can be read."""
-    if name is not None:
-        require_known(name)
     rows: list[tuple[str, ...]] = []
     readable = True
     for each in [name] if name else [row.name for row in available(folders) if row.found]:
@@ -120,8 +107,3 @@ def check_rows(name: str | None, folders: Sequence[Path]) -> tuple[list[tuple[st
             verdict, readable = str(error), False
         rows.append((each, "read", verdict))
     return rows, readable
-
-
-def require_known(name: str) -> None:
-    if name not in DATA_SETS.entries:
-        raise LookupError(unknown("data set", name, DATA_SETS))

@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.recipes.build import MODEL_SECTIONS
 from equipoise.lab.recipes.reading import RecipeError
-from equipoise.lab.results.trained import Trained, open_trained
+from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
@@ -44,17 +44,13 @@ def predict_images(run: Run, images: Sequence[Path], machine: Machine, weights: 
     size = trained.recipe.training.evaluation_batch_size
     for files in (images[start : start + size] for start in range(0, len(images), size)):
         contents = [read_or_note(file, shape) for file in files]
-        readable = [image for image, _ in contents if image is not None]
-        answers = iter(predict_batch(trained, torch.stack(readable)) if readable else [])
+        answers: Iterator[dict[str, Any]] = iter(())
+        if readable := [image for image, _ in contents if image is not None]:
+            (inputs,) = trained.setting.prepare(trained.task, (torch.stack(readable).to(machine.device),))
+            with quiet_failures(), trained.setting.autocast():
+                answers = iter(trained.task.predict(trained.model, inputs))
         for file, (image, note) in zip(files, contents, strict=True):
             yield Prediction(file, None if image is None else next(answers), note)
-
-
-def predict_batch(trained: Trained, images: Tensor) -> list[dict[str, Any]]:
-    """Return the task's answer for each image of a uint8 batch."""
-    (inputs,) = trained.setting.prepare(trained.task, (images.to(trained.setting.device),))
-    with quiet_failures(), trained.setting.autocast():
-        return trained.task.predict(trained.model, inputs)
 
 
 def read_or_note(file: Path, shape: tuple[int, ...]) -> tuple[Tensor | None, str]:

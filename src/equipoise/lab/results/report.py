@@ -1,7 +1,5 @@
 """Reports of runs: one self-contained HTML page, and its tables as Markdown."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -10,27 +8,27 @@ import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.files import write_text
-from equipoise.lab.format import duration, format_metric, percent, printable, printable_text
+from equipoise.lab.printable import printable, printable_text
 from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
 from equipoise.lab.recipes.reading import to_toml
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Notice, RunSummary, summarize_run
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
+from equipoise.lab.training.evaluate import duration, format_metric, percent, prepared, quiet_failures
 from equipoise.solution import Result
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FAILURES_SHOWN = 0.01  # share of failed test solves above which the page explains them
 
@@ -186,7 +184,7 @@ def task_pictures(summary: RunSummary) -> Iterator[tuple[str, Figure]]:
     trained, data, evaluation = summary.trained, summary.data, summary.evaluation
     if trained and data and evaluation:
         size = trained.recipe.training.evaluation_batch_size
-        batches = prepared(data.test, trained.task, trained.setting, size)
+        batches = partial(prepared, data.test, trained.task, trained.setting, size)
         with quiet_failures(), torch.no_grad(), trained.setting.autocast():
             yield from trained.task.pictures(trained.model, batches, evaluation.sums)
 
@@ -197,10 +195,8 @@ def commands(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if "command" in facts:
         yield "Command of this run:", facts["command"]
     beside = f" in {facts['folder']}, the folder of its modules," if facts["folder"] else ""
-    yield (
-        f"To train the same model again, save the recipe below as again.toml{beside} and run:",
-        ("equipoise train again.toml"),
-    )
+    text = f"To train the same model again, save the recipe below as again.toml{beside} and run:"
+    yield text, "equipoise train again.toml"
     if not summary.finished:
         yield "To continue training, with bitwise identical results:", f"equipoise resume {name}"
     if summary.trained is not None:
@@ -216,8 +212,6 @@ def pictures(drawn: Iterable[tuple[str, Figure]], label: str) -> list[dict[str, 
 
 def picture(title: str, figure: Figure, label: str) -> dict[str, Any]:
     """Embed a figure as a data URL: as SVG, or as PNG if it contains images. Sizes are in CSS pixels."""
-    from matplotlib import rc_context
-
     pixels = any(axis.images for axis in figure.axes)  # should not be scaled much
     buffer = io.BytesIO()
     with warnings.catch_warnings(), rc_context({"svg.hashsalt": "equipoise"}):  # equal figures give equal bytes

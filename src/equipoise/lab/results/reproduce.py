@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.lab.data import MissingData, load
-from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.data.get.sources import how_to_get
+from equipoise.lab.data.catalogue import ABOUT, how_to_get
 from equipoise.lab.data.inventory import folder_of
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
@@ -19,7 +18,6 @@ from equipoise.lab.recipes.reading import (
     budget_changes,
     change,
     entries,
-    kind_of,
     open_recipe,
     parse_override,
     recipes_folder,
@@ -27,10 +25,10 @@ from equipoise.lab.recipes.reading import (
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.sweeps import resume_folder, summarize, train_recipe
-from equipoise.lab.training.trainer import Stopped
-from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName, trusting
-from equipoise.registry import Registry, UnknownName, call, check_options, parameters
+from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
+from equipoise.lab.training.trainer import Stopped, train_run
+from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName
+from equipoise.registry import Registry, UnknownName, call, check_options, looking_up, parameters
 
 FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
 # The shape of reproduce.json and figure.json.
@@ -54,7 +52,7 @@ def reproduce_table(
     name: str, budget: str | None, changes: Sequence[str], parent: Path, machine: Machine, folders: Sequence[Path]
 ) -> Path:
     """Train every row of a table in a new folder, and return the Markdown file with its results."""
-    source = open_recipe(name)
+    source = open_recipe(name, kind=TableSpec)
     require_data([recipe for _, recipe in rows(source, budget, changes)], folders)  # all rows are checked first
     folder = new_request("reproduce.json", name, source, budget, changes, folders, parent, machine)
     return continue_table(folder, machine, trust=ANYTHING)
@@ -68,7 +66,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     """
     asked = read_json(folder / "reproduce.json", REQUEST)
     budget, places = asked["budget"], [*folders, *map(Path, asked["data"])]
-    source = open_recipe(asked["name"], trust=trust)
+    source = open_recipe(asked["name"], trust=trust, kind=TableSpec)
     table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
     pairs = rows(source, budget, asked["changes"])
@@ -97,9 +95,6 @@ def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list
 
     Changes are applied in this order: the recipe's budget, the row's changes, the table's budget, the command line.
     """
-    if kind_of(source) is not TableSpec:
-        verb = "figure" if "figure" in source.tables else "train"
-        raise RecipeError(f"{source.name} is not a table: equipoise {verb} {source.name}.")
     pairs, table = [], source.read(TableSpec)
     for row in table.rows:
         beside = source.folder and row.recipe.endswith(".toml")
@@ -222,10 +217,7 @@ def open_figure(
     name: str, budget: str | None, changes: Sequence[str], trust: Trust = ANYTHING
 ) -> tuple[RecipeFile, list[str]]:
     """Return a figure with changes to its options applied, and the remaining changes, which are for its recipes."""
-    source = open_recipe(name, trust=trust)
-    if kind_of(source) is not FigureSpec:
-        verb = "reproduce" if "rows" in source.tables else "train"
-        raise RecipeError(f"{name} is not a figure: equipoise {verb} {name}.")
+    source = open_recipe(name, trust=trust, kind=FigureSpec)
     options = figure_options(source)
     own = [text for text in changes if parse_override(text)[0] in options]
     budget = budget if budget in source.read(FigureSpec).budget else None
@@ -234,8 +226,10 @@ def open_figure(
 
 def figure_function(source: RecipeFile) -> Callable[..., Any]:
     """Return the function that draws a figure."""
+    import matplotlib  # noqa: F401  (a missing package shows now, not after training)
+
     try:
-        with trusting(source.where.trust):
+        with looking_up(source.where.trust.find):
             return figure_functions()[source.read(FigureSpec).figure]
     except UntrustedName as error:
         raise UntrustedName(error.names, error.trust, source.where.name) from None
@@ -346,6 +340,8 @@ def trained_in(
     try:
         if begun:
             resume_folder(begun[0], machine, folders, trust=recipe.where.trust)
-        return begun[0] if begun else train_recipe(recipe, folder / place, machine, folders)
+            return begun[0]
+        begin = train_run if recipe.recipe.seeds == 1 else train_sweep
+        return begin(recipe, folder / place, machine, folders)
     except Stopped as stopped:
         raise Stopped(folder, stopped.step, stopped.number, again) from None

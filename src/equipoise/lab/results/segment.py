@@ -12,9 +12,8 @@ from torch import Tensor
 
 from equipoise.fixed_point import watch_solves
 from equipoise.lab.data.files.images import MODES, read_image_file
-from equipoise.lab.data.files.limits import LIMITS
-from equipoise.lab.files import whole
-from equipoise.lab.format import printable
+from equipoise.lab.files import LIMITS, whole
+from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run, RunError

@@ -1,7 +1,10 @@
-"""The machine that a command runs on: device, threads, and processes that share the work."""
+"""The machine that a command runs on: device, threads, processes that share the work, and seeds of random numbers."""
 
 import ctypes
+import hashlib
 import os
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,4 +122,20 @@ def choose_device(name: str | None, local_rank: int | None) -> torch.device:
     return device
 
 
-# Seeds and batches
+def seed_of(*parts: object) -> int:
+    """Return a seed that depends on every part and on nothing else: (run's seed, purpose, step, process)."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_everything(*parts: object) -> torch.Generator:
+    """Seed every random number generator, and return one more for the batch's augmentation.
+
+    Called before every step, so that no generator carries state from one step to the next: a run that is resumed at a
+    step draws what it would have drawn.
+    """
+    seed = seed_of(*parts)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    return torch.Generator().manual_seed(seed_of(*parts, "augmentation"))

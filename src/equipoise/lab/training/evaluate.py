@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from equipoise.fixed_point import watch_solves
 from equipoise.lab.data import Batch, Split
+from equipoise.lab.data.base import batches
 from equipoise.lab.recipes.schema import Training
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import batches, seed_everything
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.solution import ConvergenceWarning, Result, Solution, Statistics
 from equipoise.tasks import Sums, Task
 
@@ -114,19 +114,48 @@ def evaluate(
     return Evaluation(task.metrics(sums), solve_metrics(sums), sums)
 
 
-def prepared(split: Split, task: Task, setting: Setting, batch_size: int) -> Callable[[], Iterator[Batch]]:
-    """Return a function that iterates over a split's prepared batches each time it is called."""
-
-    def go() -> Iterator[Batch]:
-        for batch in batches(split, torch.arange(len(split)).split(batch_size), setting.device):
-            yield setting.prepare(task, batch)
-
-    return go
+def prepared(split: Split, task: Task, setting: Setting, batch_size: int) -> Iterator[Batch]:
+    """Yield the batches of a split as the model takes them."""
+    for batch in batches(split, torch.arange(len(split)).split(batch_size), setting.device):
+        yield setting.prepare(task, batch)
 
 
 def parameter_count(model: nn.Module) -> int:
     """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+# How numbers are shown
+
+
+def format_metric(name: str, value: float | str | None) -> str:
+    """Format a value by the name of its metric: accuracies in percent, times as durations.
+
+    Example:
+        >>> format_metric("test accuracy", 0.98055)
+        '98.06%'
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if "accuracy" in name or name == "converged":
+        return percent(value)
+    if name == "time":
+        return duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return "100%" if share == 1 else f"{share:.2%}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 # Statistics of solves, as sums that add up over batches, epochs and processes

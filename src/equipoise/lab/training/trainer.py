@@ -1,10 +1,11 @@
 """Train a run: a loop over phases, epochs and batches that can be stopped at any moment and resumed bit for bit."""
 
 import math
+import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.gradients import UnrolledGradient
 from equipoise.lab.data import Batch, Split
+from equipoise.lab.data.base import batches
 from equipoise.lab.files import write_json
 from equipoise.lab.recipes import build
 from equipoise.lab.recipes.reading import RecipeFile
 from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
-from equipoise.lab.runs.folder import Log, Run, RunError
+from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import batches, seed_everything, seed_of, training_rows
+from equipoise.lab.runs.machine import Machine, seed_everything, seed_of
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
@@ -34,6 +35,7 @@ from equipoise.lab.training.evaluate import (
     add,
     evaluate,
     failed_samples,
+    format_metric,
     idle,
     parameter_count,
     quiet_failures,
@@ -162,6 +164,61 @@ class TrainingFailed(RuntimeError):
     """Training cannot usefully continue; everything is saved."""
 
 
+Report = Callable[[list[Run], Path | None], object]  # writes a report on runs; into the run's own folder for None
+
+
+def train_run(
+    source: RecipeFile, parent: Path, machine: Machine, folders: Sequence[Path] = (), report: Report | None = None
+) -> Path:
+    """Train a checked recipe in a new subfolder of ``parent``; return the folder."""
+    with folder_to_train_in(parent, source.name, machine) as folder:
+        if machine.leads:
+            create(folder, source, **described(machine, folders))
+        machine.wait()
+        finish_run(Run(folder, source.where.trust), machine, folders, source, report)
+    return folder
+
+
+@contextmanager
+def folder_to_train_in(parent: Path, name: str, machine: Machine) -> Iterator[Path]:
+    """Yield a new folder, which is removed after an error if nothing was trained in it."""
+    folder = machine.share(new_folder(parent, name) if machine.leads else None)
+    try:
+        yield folder
+    except Exception:
+        if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):
+            shutil.rmtree(folder)
+        raise
+
+
+def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
+    """Describe the machine for a run; with another number of threads, results agree only up to rounding."""
+    return {
+        "device": str(machine.device),
+        "processes": machine.world,
+        "threads": torch.get_num_threads(),
+        "data": [str(folder.resolve()) for folder in folders],
+        "begun_in": str(Path.cwd()),
+    }
+
+
+def finish_run(
+    run: Run, machine: Machine, folders: Sequence[Path], source: RecipeFile | None = None, report: Report | None = None
+) -> None:
+    """Train a run to its end, and print its result."""
+    result = train(run, machine, folders, source)
+    if not machine.leads:
+        return
+    for name, value in result["test"].items():
+        if isinstance(value, int | float):
+            print(f"{'test ' + name:<17} {format_metric(name, value)}")
+    for direction, numbers in result["test"].get("solver", {}).items():
+        print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {numbers['steps']['median']} steps")
+    print(f"run               {run.folder}")
+    if report:
+        report([run], None)
+
+
 def train(
     run: Run,
     machine: Machine,
@@ -169,17 +226,27 @@ def train(
     source: RecipeFile | None = None,
     stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Train a run from its last checkpoint, if any, to its end, and return its result.
+    """Train a run from its last checkpoint, if any, to its end, locked against other processes; return its result.
 
     Args:
         folders: folders to look for data in first
         source: the recipe as it was opened and checked, which knows the lines of its file; None uses the run's copy
         stop: object that listens to signals already; None listens during training
     """
-    if run.result is not None:
-        return run.result
-    trainer = Trainer(run, machine, folders, source, stop or StopRequest())
-    with trainer.stop.listening() if stop is None else nullcontext():
+    with ExitStack() as stack:
+        refusal = ""
+        if machine.leads:
+            try:
+                stack.enter_context(run.alone())
+            except RunError as error:
+                refusal = str(error)
+        if refusal := machine.share(refusal):  # all processes end, not only the leading one
+            raise RunError(refusal)
+        if run.result is not None:
+            return run.result
+        trainer = Trainer(run, machine, folders, source, stop or StopRequest())
+        if stop is None:
+            stack.enter_context(trainer.stop.listening())
         return trainer.train()
 
 
@@ -231,8 +298,9 @@ class Trainer:
     # Phases
 
     def rows(self, epoch: int) -> list[Tensor]:
-        """Return the rows of every batch of an epoch, without one too small to give every process a sample."""
-        rows = training_rows(len(self.data.train), self.recipe.training.batch_size, self.recipe.seed, epoch)
+        """Return the rows of every batch of an epoch, in its own order; leave out one too small for all processes."""
+        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", epoch))
+        rows = torch.randperm(len(self.data.train), generator=generator).split(self.recipe.training.batch_size)
         return [batch for batch in rows if len(batch) >= self.machine.world]
 
     def assemble(self, phase: int) -> Learner:

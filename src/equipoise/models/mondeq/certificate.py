@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from equipoise.operators import MonotoneConv2d, MonotoneLinear
-from equipoise.operators.base import MonotoneOperator, is_leaf, tree
+from equipoise.operators import BorderZero, MonotoneConv2d, MonotoneLinear
+from equipoise.operators.linear import MonotoneOperator, identity_like, is_leaf, tree
 from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford, SplittingSolver
 from equipoise.options import require_number
 from equipoise.problem.layout import leaves, rebuild
@@ -100,8 +99,7 @@ class Certificate:
 
     def record(self) -> dict[str, Any]:
         """Return the fields as values that JSON can hold."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
         step = "" if self.alpha is None else f", alpha {self.alpha:.3g}"
@@ -178,7 +176,7 @@ def contraction(solver: Solver, operator: MonotoneOperator, alpha: float, L: flo
         square, inner = 1 + (alpha * L) ** 2, 2 * alpha * operator.m
         rate = math.sqrt(square - inner) if forward else math.sqrt((square - inner) / (square + inner))
     else:
-        I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        I = identity_like(M)
         rate = norm(I - alpha * M if forward else torch.linalg.solve(I + alpha * M, I - alpha * M))
     if isinstance(solver, PeacemanRachford | DouglasRachford):
         rate = 1 - solver.relaxation * (1 - rate)
@@ -193,7 +191,7 @@ def blocks(operator: MonotoneOperator) -> Tensor | None:
         W = operator.blocks()
     else:
         return None
-    return torch.eye(W.shape[-1], dtype=W.dtype, device=W.device) - W
+    return identity_like(W) - W
 
 
 def norm(matrices: Tensor) -> float:
@@ -222,16 +220,12 @@ def readings(model: MonDEQ) -> tuple[Tensor, Tensor]:
         zeros = [like.new_zeros(len(like), *size, requires_grad=True) for size in tree(shape)]
         z = zeros[0] if is_leaf(shape) else tuple(zeros)
         read = torch.autograd.grad(model.features(z), zeros, like, materialize_grads=True)
-        read = [without_border(part, size) for part, size in zip(read, model.operator.inner, strict=True)]
+        for part, s in zip(read, model.layer.f.activations, strict=True):  # type: ignore[arg-type]
+            if isinstance(s, BorderZero):
+                s.cleared(part)
         biases = [part for _, part in leaves(model.bias(model.normalize(image)), "bias")]
         (written,) = torch.autograd.grad(biases, image, read[: len(biases)])
     return torch.cat([part.flatten(1) for part in read], dim=1), written.flatten(1)
-
-
-def without_border(part: Tensor, size: tuple[int, int] | None) -> Tensor:
-    """Return images with zeros on their border, all that lies outside ``size``."""
-    height, width = size or part.shape[-2:]
-    return F.pad(part[..., :height, :width], (0, part.shape[-1] - width, 0, part.shape[-2] - height))
 
 
 def distances(rows: Tensor) -> Tensor:

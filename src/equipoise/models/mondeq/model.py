@@ -18,7 +18,7 @@ from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shap
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.operators.splitting import PeacemanRachford
-from equipoise.options import is_number
+from equipoise.options import is_number, require
 from equipoise.tolerance import Tolerance
 
 KINDS = ("dense", "conv", "multitier")
@@ -58,12 +58,11 @@ class MonDEQ(nn.Module):
     ):
         super().__init__()
         self.normalize = normalize_for(shape, classes, mean, std)
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, KINDS))}.")
+        self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool
+        require(self, "kind", among=KINDS)
         if not isinstance(channels, tuple | list if kind == "multitier" else int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
-        self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool
         if kind == "dense":
             operator = MonotoneLinear(channels, m=m)  # type: ignore[arg-type]
             self.inject: Any = nn.Linear(math.prod(shape), operator.features)

@@ -98,13 +98,17 @@ class DescentSolver(Solver):
         pre = objective.preactivation(z)
         return objective.lower(objective.response(pre)), pre
 
-    def first(self, objective: Objective, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first y and its z. W^-T z is known only for z = 0; from any other z, take a first step."""
-        known = (z == 0).all(dim=1, keepdim=True)
-        if bool(known.all()):
-            return torch.zeros_like(z), z
-        y = torch.where(known, 0.0, objective.response(objective.preactivation(z)))
-        return y, torch.where(known, z, objective.lower(y))
+    def begin(self, problem: Problem, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return z, f(z), y, W h(z) + x and G(y) to start from.
+
+        y = W^-T z is known only for z = 0; from any other z, take a first step.
+        """
+        G, y, known = self.structure(problem, Objective), torch.zeros_like(z), (z == 0).all(dim=1, keepdim=True)
+        if not bool(known.all()):
+            y = torch.where(known, 0.0, G.response(G.preactivation(z)))
+            z = torch.where(known, z, G.lower(y))
+        image, pre = self.at(G, z)
+        return z, image, y, pre, G.value(y, z)
 
 
 def rounding(objective: Tensor) -> Tensor:
@@ -131,10 +135,7 @@ class ProximalGradient(DescentSolver):
     """
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> LineSearchState:
-        G = self.structure(problem, Objective)
-        y, z = self.first(G, z)
-        image, pre = self.at(G, z)
-        return LineSearchState(z, image, y, pre, G.value(y, z), z.new_ones(len(z)))
+        return LineSearchState(*self.begin(problem, z), z.new_ones(len(z)))
 
     def step(self, problem: Problem, state: LineSearchState) -> LineSearchState:
         G, length = self.structure(problem, Objective), state.length
@@ -188,16 +189,13 @@ class FISTA(DescentSolver):
     step_size: float = option(default=0.5, above=0, at_most=1)
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> MomentumState:
-        G = self.structure(problem, Objective)
-        y, z = self.first(G, z)
-        image, pre = self.at(G, z)
+        z, image, y, pre, objective = self.begin(problem, z)
         ones = z.new_ones(len(z))
-        return MomentumState(z, image, y, pre, y, z, G.value(y, z), ones, self.step_size * ones)
+        return MomentumState(z, image, y, pre, y, z, objective, ones, self.step_size * ones)
 
     def step(self, problem: Problem, state: MomentumState) -> MomentumState:
         G = self.structure(problem, Objective)
-        length = state.length[:, None]
-        new = G.prox(state.y + length * (state.pre - state.y), state.length)
+        new = G.prox(state.y + state.length[:, None] * (state.pre - state.y), state.length)
         new_z = G.lower(new)
         objective = G.value(new, new_z)
         rises = ~(objective <= state.objective + rounding(state.objective))  # NaN counts as a rise
@@ -215,14 +213,7 @@ class FISTA(DescentSolver):
             for here, last in ((new, state.last), (new_z, state.last_z))
         )
         image, pre = self.at(G, z)
-        return MomentumState(
-            z,
-            image,
-            y,
-            pre,
-            torch.where(back, state.last, new),
-            torch.where(back, state.last_z, new_z),
-            torch.where(rises, state.objective, objective),
-            after,
-            torch.where(too_long, state.length / 2, state.length),
-        )
+        last, last_z = (torch.where(back, a, b) for a, b in ((state.last, new), (state.last_z, new_z)))
+        objective = torch.where(rises, state.objective, objective)
+        length = torch.where(too_long, state.length / 2, state.length)
+        return MomentumState(z, image, y, pre, last, last_z, objective, after, length)

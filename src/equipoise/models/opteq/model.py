@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.fixed_point import Equilibrium, watch_solves
+from equipoise.fixed_point import Equilibrium, fixed_point, watch_solves
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.ring import Images, Ring
-from equipoise.models.opteq.theorems import Contraction, Verification, contraction_of, refuse_perturbed, verification_of
-from equipoise.models.parts.context_managers import changed, keeping_statistics
+from equipoise.models.opteq.theorems import Contraction, Verification, gradient_at, refuse_perturbed
+from equipoise.models.parts.context_managers import changed, evaluating, keeping_statistics
 from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape, stem
 from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, positional_of, require_counts, sized
 from equipoise.options import options, require
 from equipoise.problem.scope import Scope
 from equipoise.solvers import Anderson
+from equipoise.stability import spectral_radius
+from equipoise.stability.norms import conv2d_norm_bound
 from equipoise.tolerance import Tolerance
 
 TOLERANCE = Tolerance(relative=1e-3, max_steps=60)
@@ -107,15 +109,9 @@ class BranchModel(nn.Module, ABC):
         if min(height, width) < max(scales):
             raise ValueError(f"scales is {scales}, and g has {height} x {width} pixels: a branch needs at least one.")
         self.stem = stem(shape[0], channels, self.size.stem, downsamplings)
-        cell = Branches(
-            channels,
-            [(height // scale, width // scale) for scale in scales],
-            (channels, height, width),
-            ring,
-            kernel=self.size.kernel,
-            injection_kernel=self.size.injection_kernel,
-            **options,
-        )
+        sizes = [(height // scale, width // scale) for scale in scales]
+        options |= {"kernel": self.size.kernel, "injection_kernel": self.size.injection_kernel}
+        cell = Branches(channels, sizes, (channels, height, width), ring, **options)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
         # z is small: W shrinks it twice, and the average over the image further. Without a norm the head hardly learns.
         self.norm = nn.BatchNorm1d(self.read_channels, affine=False)
@@ -176,11 +172,36 @@ class BranchModel(nn.Module, ABC):
         Example:
             >>> print(model.double().verify(images.double()))
         """
-        return verification_of(self, images, relative)
+        layer, cell = self.equilibrium, self.cell
+        refuse_perturbed(cell)
+        rounding = torch.finfo(next(self.parameters()).dtype).eps
+        tolerance = Tolerance(relative=100 * rounding if relative is None else relative, max_steps=500)
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.stem):
+            inputs = cell.prepare(self.features(images))
+            options = {"solver": layer.solver, "tolerance": tolerance, "on_failure": layer.on_failure}
+            solution = fixed_point(cell, cell.start, *inputs, **options)
+            y = cell.lift(solution.value, *inputs)
+            gradient, part = (
+                torch.linalg.vector_norm(torch.cat([branch.flatten(1) for branch in branches], dim=1), dim=1)
+                for branches in gradient_at(cell, solution.value, y, *inputs[1:])
+            )
+            relative_gradient = gradient / torch.where(part == 0, 1.0, part)
+            return Verification(solution.stats.residual, cell.objective(y, *inputs), relative_gradient)
 
     def certificate(self, images: Tensor | None = None) -> Contraction:
         """Return what is proven about the convergence of T, and what is measured at the equilibria of the images."""
-        return contraction_of(self, images)
+        cell, ring, radius = self.cell, self.cell.ring, None
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.stem):
+            norm = max(
+                float(conv2d_norm_bound(W.weight(size).double(), size, iterations=12))  # type: ignore[operator]
+                for W, size in zip(cell.W, cell.sizes, strict=True)
+            )
+            if images is not None and len(images):
+                inputs = cell.prepare(self.features(images))
+                radius = float(spectral_radius(cell, self.equilibrium.solve(*inputs).value, *inputs).max())
+        factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
+        jumps = cell.perturbed or (ring.diversity > 0 and not ring.smooth)
+        return Contraction(norm, factor, ring.diversity == 0 and not jumps and factor < 1, radius, jumps)
 
 
 IMAGES_AND_SIZE = positional_of(BranchModel)
@@ -219,9 +240,8 @@ class POptEq(BranchModel):
 
     @accepts(*IMAGES_AND_SIZE, *numbers_of(BranchSize), *options_of(Branches, "bound", "activation"))
     def __init__(self, *images_and_size: Any, fusion: str = "none", **options: Any):
-        if fusion not in FUSIONS:
-            raise ValueError(f"fusion is {fusion!r}; allowed: {', '.join(map(repr, FUSIONS))}.")
         self.fusion = fusion
+        require(self, "fusion", among=FUSIONS)
         super().__init__(*images_and_size, ring=Ring(heritage=False), **options)
         scales = self.size.scales
         if fusion != "none" and len(set(scales)) > 1:

@@ -1,27 +1,16 @@
-"""The theorems about OptEq, POptEq and MOptEq, checked on a model: contraction of T, and stationarity of equilibria.
+"""The theorems about OptEq, POptEq and MOptEq, and what a model has to show for them: contraction, stationarity.
 
 M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium models" (2022): section 2.3, which
 claims that every lambda up to about 1/C makes T a contraction, and proposition 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from equipoise.fixed_point import fixed_point
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.ring import Images
-from equipoise.models.parts.context_managers import evaluating
-from equipoise.stability import spectral_radius
-from equipoise.stability.norms import conv2d_norm_bound
-from equipoise.tolerance import Tolerance
-
-if TYPE_CHECKING:
-    from equipoise.models.opteq.model import BranchModel
 
 
 @dataclass(frozen=True)
@@ -61,24 +50,6 @@ class Contraction:
         return f"||W|| <= {self.norm:.3g}; {bound}"
 
 
-def contraction_of(model: BranchModel, images: Tensor | None) -> Contraction:
-    """Return bounds, computed in float64 on the model's grids, and the spectral radius at the images' equilibria."""
-    cell = model.cell
-    ring = cell.ring
-    with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
-        norm = max(
-            float(conv2d_norm_bound(W.weight(size).double(), size, iterations=12))  # type: ignore[operator]
-            for W, size in zip(cell.W, cell.sizes, strict=True)
-        )
-        radius = None
-        if images is not None and len(images):
-            inputs = cell.prepare(model.features(images))
-            radius = float(spectral_radius(cell, model.equilibrium.solve(*inputs).value, *inputs).max())
-    factor = norm**2 * (1 + ring.diversity * (cell.channels - 1))
-    jumps = cell.perturbed or (ring.diversity > 0 and not ring.smooth)
-    return Contraction(norm, factor, ring.diversity == 0 and not jumps and factor < 1, radius, jumps)
-
-
 @dataclass(frozen=True, eq=False)
 class Verification:
     """Proposition 1 at the equilibria of some images; every attribute is a tensor (batch,).
@@ -102,25 +73,6 @@ class Verification:
             f"(median {self.gradient.median():.1e}), where the residual of the equilibrium is at most "
             f"{self.residual.max():.1e}; objective between {self.objective.min():.4g} and {self.objective.max():.4g}"
         )
-
-
-def verification_of(model: BranchModel, images: Tensor, relative: float | None) -> Verification:
-    """Solve to the tolerance and measure the gradient of G; see :func:`gradient_at`."""
-    layer, cell = model.equilibrium, model.cell
-    refuse_perturbed(cell)
-    rounding = torch.finfo(next(model.parameters()).dtype).eps
-    tolerance = Tolerance(relative=100 * rounding if relative is None else relative, max_steps=500)
-    with torch.inference_mode(False), torch.no_grad(), evaluating(model.stem):
-        inputs = cell.prepare(model.features(images))
-        options = {"solver": layer.solver, "tolerance": tolerance, "on_failure": layer.on_failure}
-        solution = fixed_point(cell, cell.start, *inputs, **options)
-        y = cell.lift(solution.value, *inputs)
-        gradient, part = (
-            torch.linalg.vector_norm(torch.cat([branch.flatten(1) for branch in branches], dim=1), dim=1)
-            for branches in gradient_at(cell, solution.value, y, *inputs[1:])
-        )
-        relative_gradient = gradient / torch.where(part == 0, 1.0, part)
-        return Verification(solution.stats.residual, cell.objective(y, *inputs), relative_gradient)
 
 
 def refuse_perturbed(cell: Branches) -> None:

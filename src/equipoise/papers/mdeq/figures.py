@@ -6,21 +6,26 @@ the ``machine`` to solve on, ``folders`` searched first for data, and the ``path
 write their numbers as JSON (None writes none).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from equipoise.lab.data.base import Split, Subset
 from equipoise.lab.recipes.build import build_model, equilibrium_settings
-from equipoise.lab.results.figures import (
-    BLUE,
-    ORANGE,
+from equipoise.lab.results.figures import BLUE, ORANGE, first_solve, panels, shades, trace_residuals, wrapped
+from equipoise.lab.results.trained import Trained, open_trained
+from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of, start_from
+from equipoise.lab.runs.machine import Machine, seed_everything
+from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.mdeq.cell import MultiscaleCell
+from equipoise.papers.drawing import (
     CurveStyle,
     check_counts,
     curve_styles,
@@ -28,28 +33,13 @@ from equipoise.lab.results.figures import (
     draw_residuals,
     equilibrium_of,
     finish_residuals,
-    first_solve,
     levels_reached,
-    panels,
+    per_evaluation,
     random_rows,
-    shades,
-    trace_residuals,
-    wrapped,
     write_numbers,
 )
-from equipoise.lab.results.trained import Trained, open_trained
-from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_of, start_from
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
-from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.mdeq.cell import MultiscaleCell
 from equipoise.solvers import Broyden, Picard, Solver
 from equipoise.tolerance import Tolerance
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LEVELS = (1e-1, 3e-2, 1e-2)  # residuals; the summary counts the evaluations to reach each
 WHOLE = "all scales"
@@ -193,7 +183,7 @@ def residuals(trained: Trained, batches: Sequence[Split], solver: Solver, evalua
             z0 = layer.start(inputs) if z0 is None else z0
             names = [WHOLE, *("x".join(map(str, part.shape[2:])) for part in z0)]
             trace = trace_residuals(layer, inputs, z0, solver, tolerance, leaves=True)
-            means.append(trace.per_evaluation(evaluations).mean(dim=1))
+            means.append(per_evaluation(trace, evaluations).mean(dim=1))
     return dict(zip(names, torch.stack(means).unbind(dim=2), strict=True))
 
 

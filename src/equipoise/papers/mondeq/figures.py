@@ -5,16 +5,17 @@ trained ``runs``, the ``machine`` to solve on, ``folders`` searched first for da
 beside which they write their numbers as JSON (None writes none).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from equipoise.fixed_point import watch_solves
@@ -25,23 +26,17 @@ from equipoise.lab.results.figures import (
     GREEN,
     ORANGE,
     RESIDUAL,
-    check_counts,
     colors,
     curve,
-    describe,
-    draw_residuals,
-    equilibrium_of,
     first_solve,
     legend_below,
     panels,
     percentages,
     plain,
-    reached,
     shades,
     tidy,
     trace_residuals,
     whole_numbers,
-    write_numbers,
 )
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
@@ -50,13 +45,10 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import DIRECTIONS, prepared, quiet_failures
 from equipoise.operators import MonotoneProblem
 from equipoise.operators.splitting import ForwardBackward, PeacemanRachford, SplittingSolver
+from equipoise.papers.drawing import check_counts, describe, draw_residuals, equilibrium_of, reached, write_numbers
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.stability import spectral_radius
 from equipoise.tolerance import Tolerance
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MIN_ALPHA = 2.0**-16
 CHOICES = {
@@ -148,8 +140,6 @@ def iterations(
 
 def draw_iterations(steps: Axes, alphas: Axes, epochs: list[dict[str, Any]], direction: str) -> None:
     """Draw one column: numbers of steps above, alphas below."""
-    from matplotlib.ticker import NullLocator
-
     at = [record["epoch"] for record in epochs]
     for choice, (name, color, style) in CHOICES.items():
         chosen = [record[direction][choice] for record in epochs]
@@ -177,7 +167,7 @@ def iterations_of(run: Run, machine: Machine, folders: Sequence[Path], samples: 
     trained = open_trained(run, machine)
     relative = equilibrium_of(trained, MonotoneProblem).tolerance.relative
     split = spread(data_of(run, trained.recipe, folders).train, samples)
-    (batch,) = prepared(split, trained.task, trained.setting, len(split))()
+    (batch,) = prepared(split, trained.task, trained.setting, len(split))
     epochs = []
     for epoch, file in kept:
         model = trained.setting.place(open_checkpoint(file, run.trust)[0])

@@ -6,17 +6,17 @@ to solve on, ``folders`` searched first for data, and the ``path`` of the pictur
 as JSON (None writes none).
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium
@@ -27,45 +27,43 @@ from equipoise.lab.results.figures import (
     GREEN,
     ORANGE,
     PURPLE,
-    CurveStyle,
-    check_counts,
     check_number,
     colors,
-    curve_styles,
-    describe,
-    draw_residuals,
-    finish_residuals,
     legend_below,
-    levels_reached,
     middle_80,
     panels,
     percentages,
-    random_rows,
     shades,
     tidy,
     trace_residuals,
     whole_numbers,
     wrapped,
-    write_numbers,
 )
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
-from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.batches import seed_everything
+from equipoise.lab.runs.machine import Machine, seed_everything
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.descent import ProximalGradient
 from equipoise.models.opteq.model import BranchModel
 from equipoise.models.opteq.ring import SIGNS, Images, Ring, carry, heritage
 from equipoise.models.parts.context_managers import exact_gradients
+from equipoise.papers.drawing import (
+    CurveStyle,
+    check_counts,
+    curve_styles,
+    describe,
+    draw_residuals,
+    finish_residuals,
+    levels_reached,
+    per_evaluation,
+    random_rows,
+    write_numbers,
+)
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
 from equipoise.tasks.robustness import pgd
 from equipoise.tolerance import Tolerance
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FINEST = 1e-12  # residuals below it are rounding errors
 LEVELS = (1e-3, 1e-6, 1e-9)  # residuals; the summary counts the evaluations to reach each
@@ -520,7 +518,7 @@ def random_batches(
     """Return random samples of a run's test split as prepared batches, the same ones on every call."""
     test = data_of(run, trained.recipe, folders).test
     size = batch_size or trained.recipe.training.evaluation_batch_size
-    return prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, size)()
+    return prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, size)
 
 
 @torch.no_grad()
@@ -554,7 +552,7 @@ def residuals(cell: Branches, features: Sequence[Tensor], solver: Solver, evalua
     tolerance = Tolerance(relative=FINEST, max_steps=evaluations, patience=None)
     with quiet_failures():
         traces = [trace_residuals(layer, cell.prepare(g), None, solver, tolerance) for g in features]
-    low, median, high = middle_80(torch.cat([trace.per_evaluation(evaluations) for trace in traces], dim=1))
+    low, median, high = middle_80(torch.cat([per_evaluation(trace, evaluations) for trace in traces], dim=1))
     return {"reached": levels_reached(median, LEVELS), "median": median, "low": low, "high": high}
 
 

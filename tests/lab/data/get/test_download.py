@@ -29,9 +29,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.lab.data.catalogue import RemoteFile
 from equipoise.lab.data.get import download
 from equipoise.lab.data.get.download import CHUNK, DownloadError, get
-from equipoise.lab.data.get.sources import RemoteFile
 from equipoise.lab.data.get.unpack import ArchiveError, Limits, unpack
 
 DATA = random.Random(0).randbytes(300_000)
@@ -567,7 +567,7 @@ def test_a_folder_in_place_of_the_file(site, tmp_path):
 def child(script, *arguments):
     """A Python process of its own that runs a script after the imports it needs."""
     imports = "import sys, json, pathlib; from equipoise.lab.data.get.download import get, DownloadError\n"
-    imports += "from equipoise.lab.data.get.sources import RemoteFile\n"
+    imports += "from equipoise.lab.data.catalogue import RemoteFile\n"
     command = [sys.executable, "-c", imports + script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.data.base import Batch
-from equipoise.lab.data.files.limits import LIMITS, read_file
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
-from equipoise.lab.format import printable
+from equipoise.lab.files import LIMITS, read_file
+from equipoise.lab.printable import printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,9 +6,8 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
-from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.data.catalogue import ABOUT, SOURCES, how_to_get
 from equipoise.lab.data.files.trees import Folder, Tree, Zip
-from equipoise.lab.data.get.sources import SOURCES, how_to_get
 
 SYSTEM = Path("/usr/share/datasets")  # where Debian's packages put data sets
 

@@ -6,7 +6,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
 
-from equipoise.lab.data.files.limits import LIMITS, read_file
+from equipoise.lab.files import LIMITS, read_file
 
 
 class Tree(ABC):

@@ -18,7 +18,7 @@ from pathlib import Path
 from ssl import SSLCertVerificationError
 from typing import TYPE_CHECKING, Any
 
-from equipoise.lab.data.get.sources import RemoteFile, mismatch
+from equipoise.lab.data.catalogue import RemoteFile, mismatch
 from equipoise.lab.data.get.unpack import ArchiveError, unpack
 from equipoise.lab.files import read_json, write_json
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from equipoise.lab.data.files.limits import CHUNK, LIMITS, Limits
+from equipoise.lab.files import CHUNK, LIMITS, Limits
 
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from equipoise.lab.data.base import DataSet
-from equipoise.lab.data.files.limits import LIMITS, read_file
+from equipoise.lab.data.base import DIGITS, DataSet, Labelled, checked, classified
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.sets.labelled import DIGITS, Labelled, checked, classified
+from equipoise.lab.files import LIMITS, read_file
 
 HEADER = 128  # bytes of a MATLAB file before its first element, the last two of which give the byte order
 COMPRESSED = 15  # the type of an element that holds another one, deflated

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.base import DataSet
-from equipoise.lab.data.files.limits import LIMITS, read_file
+from equipoise.lab.data.base import DataSet, checked, classified
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.sets import pickles
-from equipoise.lab.data.sets.labelled import checked, classified
+from equipoise.lab.files import LIMITS, read_file
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -31,7 +30,6 @@ def cifar100(places: Places, labels: str = "fine") -> DataSet:
     """Return small photographs of a hundred things, 32x32 colour; the Python version or the binary one.
 
     Args:
-        places: places to look for its files in.
         labels: "fine" for the 100 classes, "coarse" for the 20 groups of them.
     """
     if labels not in ("fine", "coarse"):

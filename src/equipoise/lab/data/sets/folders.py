@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit
+from equipoise.lab.data.base import DataSet, FileSplit, Split, TensorSplit, differs
 from equipoise.lab.data.files.images import MODES, Decoder
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
-from equipoise.lab.data.sets.labelled import differs
 from equipoise.options import require_number
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -31,7 +30,6 @@ def omniglot(places: Places, size: int = 28) -> DataSet:
     (the evaluation set) differ; the labels of the test classes follow those of the training classes.
 
     Args:
-        places: places to look for its files in.
         size: side of the images, 105 originally.
     """
     require_number("data.size", size, at_least=1, whole=True)
@@ -50,7 +48,6 @@ def celeba(places: Places, size: int = 64, memory: bool = False) -> DataSet:
     """Return faces, without labels: batches are (images,). The split is the official one if the set is complete.
 
     Args:
-        places: places to look for its files in.
         size: side of the square cut from the middle.
         memory: decode all images once and keep them in memory.
     """
@@ -73,7 +70,6 @@ def imagenette(places: Places, size: int = 160, memory: bool = False) -> DataSet
     """Return ten easy classes of ImageNet; its validation images are used as test.
 
     Args:
-        places: places to look for its files in.
         size: side of the images: the shorter side is resized to it, then the middle is cut out.
         memory: decode all images once and keep them in memory.
     """

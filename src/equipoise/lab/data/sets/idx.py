@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.base import DataSet
-from equipoise.lab.data.files.limits import LIMITS, read_exactly
+from equipoise.lab.data.base import DIGITS, DataSet, checked, classified
 from equipoise.lab.data.files.places import Places
-from equipoise.lab.data.sets.labelled import DIGITS, checked, classified
+from equipoise.lab.files import LIMITS, read_exactly
 
 GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split
+from equipoise.lab.data.base import Batch, DataSet, FileSplit, Split, differs
 from equipoise.lab.data.files.images import opened, pixels
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.data.files.trees import Tree
 from equipoise.lab.data.sets.folders import images, in_memory, shape_of
-from equipoise.lab.data.sets.labelled import differs
 from equipoise.options import require_number
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ def camvid(places: Places, memory: bool = False) -> DataSet:
     """Return scenes from a car in Cambridge, 11 classes, in SegNet's split with its own validation part.
 
     Args:
-        places: places to look for its files in.
         memory: decode all images once and keep them in memory.
     """
     tree = places.tree("CamVid", "camvid")
@@ -58,7 +56,6 @@ def cityscapes(places: Places, scale: int = 1, memory: bool = False) -> DataSet:
     The official validation part is used as test, because the labels of the official test part are not published.
 
     Args:
-        places: places to look for its files in.
         scale: integer factor by which the 2048 x 1024 images are downscaled.
         memory: decode all images once and keep them in memory.
     """
