@@ -56,7 +56,8 @@ def test_a_training_run(tmp_path: Path) -> None:
     recipe = "mondeq/mnist-fc" if "mnist" in found else "core/digits"
     files = walk(TRAIN, "train", recipe, "--budget", "smoke", "--runs", str(tmp_path), "--device", "cpu")
     assert list(tmp_path.glob("*/result.json"))
-    assert len(files) <= TRAINING_FILES, "\n".join([f"{len(files)} files:", *files])
+    limit = TRAINING_FILES + (recipe == "core/digits")  # those digits come with scikit-learn, by way of one more file
+    assert len(files) <= limit, "\n".join([f"{len(files)} files:", *files])
 
 
 def test_a_recipe_is_opened_and_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
