@@ -569,6 +569,7 @@ def test_misuse(changes: dict[str, Any], error: type[Exception], words: str) -> 
         (lambda: eq.JointIteration(eq.NewtonKrylov()), TypeError, "evaluate F once per step"),
         (lambda: eq.JointAnderson(memmory=3), TypeError, "did you mean 'memory'"),
         (lambda: eq.NormalizedStep(0.0), ValueError, "NormalizedStep.length is 0.0"),
+        (lambda: eq.NormalizedStep(norm="l1"), ValueError, "NormalizedStep.norm is 'l1'; allowed: 'l2', 'linf'"),
     ],
 )
 def test_options_are_checked(make: Callable[[], Any], error: type[Exception], words: str) -> None:
@@ -637,3 +638,36 @@ def test_failures_are_reported() -> None:
 
 def test_own_projection_object() -> None:
     assert isinstance(Projection(lambda x: x.clamp(0, 1)), Constraint)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_normalized_steps_have_their_length_in_their_norm(norm):
+    """First the one length, then the other."""
+    problem, places = Linear(), []
+    step = eq.NormalizedStep(0.01, later=0.002, after=6, norm=norm)
+    options = {
+        "solver": eq.JointAnderson(step_size=step),
+        "callback": lambda progress: places.append(progress.value[2]),
+    }
+    problem.minimize(**options, tolerance=eq.Tolerance(relative=0.0, max_steps=12, patience=None), on_failure="ignore")
+    moves = torch.stack(places).diff(dim=0)[1:]  # mu is 0 at first, and so is g
+    lengths = moves.norm(dim=2) if norm == "l2" else moves.abs().amax(dim=2)
+    expected = torch.tensor([0.01] * 5 + [0.002] * 5, dtype=DOUBLE)[:, None].expand_as(lengths)
+    torch.testing.assert_close(lengths, expected)
+    if norm == "linf":
+        torch.testing.assert_close(moves.abs(), lengths[:, :, None].expand_as(moves))  # all entries move
+
+
+def test_signed_steps_find_the_corner_of_a_box():
+    """A linear cost under entry-wise bounds is least at a corner, whose signs are those of -g."""
+    problem = Linear(weight=0.0)
+    slope = randn(BATCH, N, seed=9)
+
+    def cost(z: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return (slope * z).sum(dim=1)
+
+    options = {"constraint": eq.LinfBall(0.5), "select": "last", "on_failure": "ignore"}
+    solver = eq.JointAnderson(memory=3, step_size=eq.NormalizedStep(0.1, norm="linf"))
+    x0, z0 = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    found = eq.optimize_input(problem.f, cost, x0, z0, slope, solver=solver, **options)
+    torch.testing.assert_close(found.x, -0.5 * (slope @ problem.M).sign())

@@ -189,7 +189,8 @@ def start(
         constraint = constraint.fitted(layout, batch, tensors(x)[0].device)
         x = layout.unpack(constraint.project(layout.pack(x)))
     # From f(z0), known after the checks: at z0 = 0 the loss may be steep, as a normalisation of zeros is.
-    inner, _, rows = FunctionProblem.start(f, z0, (x, *inputs))
+    with torch.enable_grad():  # so that weights derived once per solve keep their path, which is checked below
+        inner, _, rows = FunctionProblem.start(f, z0, (x, *inputs))
     inner.structures = {}
     rows = rows.detach().requires_grad_()
     with torch.enable_grad():
@@ -202,7 +203,8 @@ def start(
         except Exception as error:
             error.add_note("loss failed at its first call; it is called as loss(z, x, *inputs).")
             raise
-    require_gradient_paths(there, rows, image)
+    if torch.is_grad_enabled():  # without gradients, derived weights are constants of the solve
+        require_gradient_paths(there, rows, image)
     check_cost(cost, batch)
     parts = [rows, *tensors(x_leaf)]
     needs = torch.is_grad_enabled() and bool(leaves_of(image, parts) or leaves_of(cost, parts))

@@ -311,10 +311,9 @@ class History:
 
     def forget(self, where: Tensor) -> History:
         """Drop the differences of some samples: zeros have no effect."""
-        where = where[:, None, None]
-        self.moves.masked_fill_(where, 0.0)
-        self.changes.masked_fill_(where, 0.0)
-        self.products.masked_fill_(where[..., None], 0.0)
+        rows = where.nonzero().squeeze(1)  # usually few, and the tensors are large
+        for entry in (self.moves, self.changes, self.products):
+            entry.index_fill_(0, rows, 0.0)
         return self
 
 

@@ -91,6 +91,7 @@ class NormalizedStep(InputStep):
         length: length of a step, in units of x.
         later: length after ``after`` steps; None keeps ``length``.
         after: number of steps with ``length``.
+        norm: norm of the length: "l2", or "linf" for the steepest step in that norm, x - length * sign(g).
 
     Example:
         >>> eq.JointAnderson(memory=5, step_size=eq.NormalizedStep(0.1))
@@ -99,9 +100,13 @@ class NormalizedStep(InputStep):
     length: float = option(default=0.1, above=0.0)
     later: float | None = option(default=None, above=0.0, optional=True)
     after: int = option(default=65, at_least=1, whole=True)
+    norm: str = option(default="l2", among=("l2", "linf"))
 
     def move(self, gradient: Tensor, automatic: Tensor, count: int, moments: Moments) -> Move:
-        size = scheduled(self.length, self.later, self.after, count) / row_norms(gradient)
+        length = scheduled(self.length, self.later, self.after, count)
+        if self.norm == "linf":
+            return Move(-length * gradient.sgn(), None, ())
+        size = length / row_norms(gradient)
         return scaled(gradient, torch.where(torch.isfinite(size), size, 0.0))
 
 
