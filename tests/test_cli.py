@@ -41,7 +41,7 @@ def test_all_the_commands_are_there():
     names = {path[0] for path in COMMANDS if path}
     assert names == {
         *("train", "resume", "evaluate", "predict", "report", "reproduce"),
-        *("figure", "recipes", "runs", "data", "doctor", "segment"),
+        *("figure", "recipes", "runs", "data", "doctor", "segment", "attack", "restore", "sample", "interpolate"),
     }
     assert {("data", "list"), ("data", "get"), ("data", "check")} <= set(COMMANDS)
 
@@ -61,7 +61,7 @@ def test_every_command_has_help_with_an_example(path, capsys):
 
 
 def test_commands_that_read_no_data_set_ask_for_none(capsys):
-    for command in ("predict", "segment"):
+    for command in ("predict", "segment", "attack", "restore"):
         assert "there is no argument '--data'" in fails(capsys, command, "runs/x", "image.png", "--data", "here")
 
 
@@ -293,7 +293,7 @@ def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch
         assert result["failed_steps"] == 0
         assert solves["failed"] < 0.01
     else:  # the model is meant to run out of steps
-        assert set(solves["results"]) <= {"CONVERGED", "MAX_STEPS"}
+        assert set(solves["results"]) <= {"CONVERGED", "MAX_STEPS", "STALLED"}
 
 
 def test_a_figure(run, tmp_path, capsys):

@@ -436,6 +436,140 @@ def segment(arguments: argparse.Namespace) -> None:
             print_table(("class", "share"), [(name, f"{share:.2%}") for name, share in segmented.shares.items()])
 
 
+def picture(default: str) -> Argument:
+    return path("-o", "--out", default=Path(default), metavar="FILE", help=f"picture to write (default: {default})")
+
+
+@command(
+    "equipoise sample runs/jiio-celeba-001 -n 64 -o faces.png",
+    *(*RUN, picture("samples.png"), TRUST, DATA, *MACHINE),
+    argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default 64)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
+    argument(
+        "--latents",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="training images to whose latent vectors the density is fitted, the first time (default 2000)",
+    ),
+)
+def sample(arguments: argparse.Namespace) -> None:
+    """Generate images with a trained generator."""
+    from equipoise.lab.results.sample import sample_images
+
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        density = sample_images(
+            open_run(arguments),
+            machine,
+            arguments.out,
+            arguments.samples,
+            seed=arguments.seed,
+            weights=arguments.weights,
+            latents=arguments.latents,
+            folders=arguments.data,
+        )
+    size = density.size
+    kind = "diagonal" if size.diagonal else "full"
+    print(f"written           {printable(arguments.out)}")
+    print(f"density           {size.components} Gaussians ({kind} covariance) of codes of {size.code} numbers")
+
+
+@command(
+    "equipoise interpolate runs/jiio-celeba-001 a.png b.png -o between.png",
+    *(*RUN, picture("interpolation.png"), TRUST, *MACHINE),
+    path("first", metavar="IMAGE", help="image file to start from"),
+    path("second", metavar="IMAGE", help="image file to end with"),
+    argument("--frames", type=int, default=8, metavar="N", help="images from one to the other (default 8)"),
+)
+def interpolate(arguments: argparse.Namespace) -> None:
+    """Interpolate between the latent vectors of two images."""
+    from equipoise.lab.results.sample import interpolate_images
+
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        run, files = open_run(arguments), (arguments.first, arguments.second)
+        for note in interpolate_images(run, machine, *files, arguments.out, arguments.frames, arguments.weights):
+            print(f"note              {note}")
+        print(f"written           {printable(arguments.out)}")
+
+
+@command(
+    "equipoise restore runs/jiio-celeba-001 face.png --inpaint 10 -o strip.png",
+    *(*RUN, TRUST, path("image", metavar="IMAGE", help="image file")),
+    argument("--inpaint", type=int, metavar="SIDE", help="hide a random square of this side, in pixels, and fill it"),
+    path("--mask", metavar="FILE", help="fill the pixels that are black in this image, which has the size of IMAGE"),
+    argument("--denoise", type=float, metavar="SIGMA", help="noise of this standard deviation; pixels are in [-1, 1]"),
+    argument("--deblur", type=float, metavar="SIGMA", help="Gaussian blur of this standard deviation, in pixels"),
+    argument("--upscale", type=int, metavar="FACTOR", help="enlarge an image that was shrunk by this factor"),
+    argument(
+        "--degraded",
+        action="store_true",
+        help="IMAGE is degraded already (default: IMAGE is the truth, and is degraded first)",
+    ),
+    argument("--steps", type=int, default=100, metavar="N", help="number of joint steps (default: %(default)s)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the square or the noise (default: 0)"),
+    path("-o", "--out", metavar="FILE", help="strip to write (.png; default: IMAGE-restored.png here)"),
+    *MACHINE,
+)
+def restore(arguments: argparse.Namespace) -> None:
+    """Restore an image with a trained generator: inpaint, denoise, deblur or upscale."""
+    from equipoise.lab.results.restore import Request, restore_image
+
+    names = ("inpaint", "mask", "denoise", "deblur", "upscale")
+    given = [name for name in names if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(f"--{name}" for name in given) or "none"
+        raise ValueError(f"give exactly one of {', '.join(f'--{name}' for name in names)}; got {got}.")
+    problem = None if arguments.mask else given[0]
+    amount = None if problem is None else getattr(arguments, problem)
+    options = {name: getattr(arguments, name) for name in ("mask", "degraded", "steps", "seed")}
+    request = Request(arguments.image, problem, amount, **options)
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        restored = restore_image(open_run(arguments), request, machine, arguments.out, arguments.weights)
+    print(f"written           {printable(restored.strip)}")
+    for note in restored.notes:
+        print(f"note              {note}")
+    print(f"misfit            {restored.misfit:.4g} (mean squared error of what was measured)")
+    if restored.quality:
+        rows = [(name, f"{ratio:.2f} dB", f"{likeness:.3f}") for name, (ratio, likeness) in restored.quality.items()]
+        print_table(("image", "PSNR", "SSIM"), rows)
+
+
+@command(
+    "equipoise attack runs/jiio-mnist-clean-001 seven.png --radius 0.5 -o panel.png",
+    *(*RUN, TRUST, path("image", metavar="IMAGE", help="image file"), *MACHINE),
+    argument("--label", help="true class, by name or number (default: the class that the run predicts)"),
+    argument("--norm", choices=("l2", "linf"), default="l2", help="norm of the perturbation (default: l2)"),
+    argument("--radius", type=float, default=1.0, help="largest norm, with pixels in [0, 1] (default: 1)"),
+    argument("--attack", choices=("jiio", "pgd", "foolbox"), default="jiio", help="method (default: jiio)"),
+    argument("--steps", type=int, help="number of steps (default: 50 of jiio, 20 of the others)"),
+    path(*("-o", "--out"), metavar="FILE", help="picture to write, .png (default: IMAGE-attacked.png)"),
+)
+def attack(arguments: argparse.Namespace) -> None:
+    """Perturb an image so that a trained run misclassifies it, and draw it before and after."""
+    from equipoise.lab.results.attack import attack_image
+
+    names = ("label", "norm", "radius", "attack", "steps")
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        options = {name: getattr(arguments, name) for name in names}
+        run, weights = open_run(arguments), arguments.weights
+        found = attack_image(run, arguments.image, machine, arguments.out, weights, **options)
+    if found.note:
+        print(f"note              {found.note}")
+    for title, answer in (("clean", found.clean), ("attacked", found.attacked)):
+        print(f"{title:<18}{', '.join(f'{name} {value:.3f}' for name, value in answer.items())}")
+    print(f"distance          {found.distance:.4g} ({arguments.norm}, radius {arguments.radius:g})")
+    print(f"{'misclassified' if found.succeeded else 'still classified':<18}class {found.label}")
+    print(f"written           {printable(found.picture)}")
+
+
 @command(
     "equipoise report runs/core-digits-001 runs/core-digits-002",
     path("folders", metavar="RUN", nargs="+", help="folder of a run or sweep"),

@@ -393,7 +393,7 @@ def test_models_are_not_measured_under_attacks_by_a_phantom_gradient(equilibrium
 
     layer.gradient = rule
     task = Robustness(NAMES)
-    task.attack = attack
+    task.attacks = {"mine": attack}
     task.measure(equilibrium, (images, labels))
     phantom = isinstance(rule, eq.PhantomGradient)
     assert [type(gradient) for gradient in seen] == [eq.ImplicitGradient if phantom else eq.UnrolledGradient]

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from equipoise.lab.training.evaluate import add
+from equipoise.models.few_shot.model import FewShotMDEQ
+from equipoise.models.generator.model import Generator
 from equipoise.models.opteq.model import OptEq, POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift
@@ -217,21 +219,31 @@ def test_what_a_task_need_not_have():
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_every_task_keeps_the_contract(name):
-    task = TASKS[name](class_names=NAMES)
+    makes_images = name in ("generation", "restoration")
+    task = TASKS[name]() if makes_images else TASKS[name](class_names=NAMES)
     assert isinstance(task, Task)
     images, labels = batch_of(6)
     model: nn.Module = Fixed()
+    if makes_images:
+        images, model = torch.rand(2, 1, 24, 24), Generator((1, 24, 24), latent=4, size="small-2", channels=(8, 8))
+        model.equilibrium.on_failure = "ignore"
+        task.steps = task.train_steps = 8  # type: ignore[attr-defined]
     if name == "segmentation":  # a class for every pixel
         labels, model = labels[:, None, None].expand(-1, *images.shape[2:]), nn.Conv2d(images.shape[1], len(NAMES), 1)
     elif name == "augmented-classification":
         model = POptEq((1, 6, 6), 5, size="reduced", channels=3, stem=1)
-    loss, sums = task.loss(model, (images, labels))
+    batch = (images, labels)
+    if name == "few-shot":  # a batch of tasks
+        model, labels = FewShotMDEQ((1, 8, 8), len(NAMES), channels=(4, 4), groups=2, task_length=4), torch.arange(2)
+        model.equilibrium.on_failure = "ignore"
+        batch = 2 * (torch.rand(3, 2, 1, 8, 8), labels.expand(3, -1))
+    loss, sums = task.loss(model, batch)
     loss.backward()
     assert next(model.parameters()).grad is not None
     assert not any(value.requires_grad for value in sums.values())
     assert all(isinstance(value, float) for value in task.metrics(sums).values())
     with torch.no_grad():
-        metrics = task.metrics(task.measure(model, (images, labels)))
+        metrics = task.metrics(task.measure(model, batch))
     assert task.best_metric in metrics
 
 

@@ -15,6 +15,8 @@ MODELS = Registry(
         "opteq": "equipoise.models.opteq.model:OptEq",
         "popteq": "equipoise.models.opteq.model:POptEq",
         "mopteq": "equipoise.models.opteq.model:MOptEq",
+        "generator": "equipoise.models.generator.model:Generator",
+        "few-shot-mdeq": "equipoise.models.few_shot.model:FewShotMDEQ",
     },
     nn.Module,
 )

@@ -59,5 +59,13 @@ class ConvEquilibrium(nn.Module):
         self.equilibrium = Equilibrium(Cell(channels, bound))
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(pool), nn.Flatten(), nn.Linear(channels * pool * pool, classes))
 
+    def injections(self, images: Tensor) -> tuple[Tensor]:
+        """Return the input of the equilibrium."""
+        return (self.stem(images),)
+
+    def read(self, z: Tensor) -> Tensor:
+        """Return the logits for z."""
+        return self.head(z)
+
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.equilibrium(self.stem(images)))
+        return self.read(self.equilibrium(*self.injections(images)))

@@ -10,6 +10,9 @@ TASKS = Registry(
         "augmented-classification": "equipoise.tasks.augmented:AugmentedClassification",
         "robustness": "equipoise.tasks.robustness:Robustness",
         "segmentation": "equipoise.tasks.segmentation:Segmentation",
+        "generation": "equipoise.tasks.generation:Generation",
+        "restoration": "equipoise.tasks.restoration:Restoration",
+        "few-shot": "equipoise.tasks.few_shot:FewShot",
     },
     Task,
 )

@@ -13,7 +13,8 @@ from equipoise.models.opteq.ring import Images, Ring, heritage
 from equipoise.models.parts.keyword_options import accepts, positional_of
 from equipoise.options import require
 from equipoise.tasks.base import Batch, Sums
-from equipoise.tasks.classification import LabelTask, unwrapped
+from equipoise.tasks.classification import LabelTask
+from equipoise.tasks.wrapped import unwrapped
 
 
 class AugmentedClassification(LabelTask):

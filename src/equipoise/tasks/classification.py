@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.options import require
 from equipoise.tasks.augmentation import flip, shift
@@ -145,8 +144,3 @@ class Classification(LabelTask):
     Example:
         >>> task = Classification(class_names=("cat", "dog"), shift=4, flip=True)
     """
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside a wrapper that averages gradients over processes."""
-    return model.module if isinstance(model, DistributedDataParallel) else model

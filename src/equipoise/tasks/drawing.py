@@ -1,4 +1,4 @@
-"""Figures of tasks: confusion matrices, grids of images, and label maps in the colours of their classes."""
+"""Figures of tasks: confusion matrices, grids of images, attacks, and label maps in the colours of their classes."""
 
 from __future__ import annotations
 
@@ -62,6 +62,28 @@ def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
     for axis, (image, caption) in zip(figure.axes, entries, strict=False):
         axis.imshow(in_three_colors(image).permute(1, 2, 0).numpy(), interpolation="nearest")
         axis.set_title(caption, fontsize=7)
+    return figure
+
+
+def attack_panel(rows: list[tuple[Tensor, Tensor, str, str]]) -> Figure:
+    """Draw images in [0, 1] before and after an attack, and between them what was changed, amplified around grey.
+
+    Args:
+        rows: for each image: the clean one, the attacked one, and a caption for each.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 2.6 * len(rows)), layout="constrained")
+    for axes, (clean, attacked, before, after) in zip(figure.subplots(len(rows), 3, squeeze=False), rows, strict=True):
+        change = attacked - clean
+        factor = 0.5 / max(float(change.abs().max()), 1e-12)
+        scale = f"perturbation x {factor:.3g}" if bool(change.any()) else "no perturbation"
+        length = float(torch.linalg.vector_norm(change))
+        captions = (before, f"{scale}\n(L2 norm {length:.2g}, largest {float(change.abs().max()):.2g})", after)
+        for axis, image, text in zip(axes, (clean, 0.5 + factor * change, attacked), captions, strict=True):
+            axis.imshow(in_three_colors(image).permute(1, 2, 0).numpy(), interpolation="nearest", vmin=0, vmax=1)
+            axis.set_title(text, fontsize=8)
+            axis.axis("off")
     return figure
 
 

@@ -5,10 +5,9 @@ resistant to adversarial attacks" (2018).
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,26 @@ from equipoise.models.parts.keyword_options import accepts, options_of, position
 from equipoise.options import option, options, require
 from equipoise.registry import Registry, UnknownName
 from equipoise.tasks.base import Batch, Sums
-from equipoise.tasks.classification import LabelTask, unwrapped
+from equipoise.tasks.classification import LabelTask
+from equipoise.tasks.drawing import attack_panel
+from equipoise.tasks.wrapped import unwrapped
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ATTACKS = Registry(
     "attack",
-    {"pgd": "equipoise.tasks.robustness:pgd", "foolbox": "equipoise.tasks.robustness:foolbox_pgd"},
+    {
+        "pgd": "equipoise.tasks.robustness:pgd",
+        "jiio": "equipoise.tasks.joint_attack:jiio",
+        "foolbox": "equipoise.tasks.robustness:foolbox_pgd",
+    },
     functions=True,
 )
 NORMS = ("linf", "l2")
+TRAINED = ("pgd", "jiio")  # attacks for training
+PANEL = 5  # images in the report's panel
+JOINT_STEPS = 50  # by default; benchmarks/joint.py compares them with 20 steps of PGD
 EVALUATED = ("radius", "norm", "steps", "restarts")  # fields of Budget that are options of the task
 
 
@@ -140,6 +151,11 @@ def lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(1, 2, 3), keepdim=True)
 
 
+def change_norms(change: Tensor, norm: str) -> Tensor:
+    """Return the norm, "linf" or "l2", of the change of each image."""
+    return change.flatten(1).abs().amax(1) if norm == "linf" else torch.linalg.vector_norm(change.flatten(1), dim=1)
+
+
 def foolbox_pgd(model: nn.Module, images: Tensor, labels: Tensor, **budget: Any) -> Tensor:
     """Run the same attack with foolbox (the extra ``attacks``), on the cross entropy, as a check of :func:`pgd`."""
     foolbox = import_foolbox()
@@ -169,54 +185,112 @@ def import_foolbox() -> Any:
 
 
 class Robustness(LabelTask):
-    """Classification under attack: reports accuracy with and without one, and can train on attacked images.
+    """Classification under attack: reports accuracy with and without attacks, and can train on attacked images.
+
+    With several attacks, the accuracy under each is reported, and the robust accuracy counts the images that all of
+    them leave correctly classified.
 
     Args:
         class_names, shift, flip, label_smoothing, top: see :class:`~equipoise.tasks.classification.LabelTask`.
         radius, norm, steps, restarts: the attack that is evaluated, see :class:`Budget`.
-        attack: "pgd", "foolbox", or your own as "my_module:my_attack", with the parameters of :func:`pgd`.
+        attack: "pgd", "jiio", "foolbox", your own as "my_module:my_attack", with the parameters of :func:`pgd`, or a
+            list of such names.
+        joint_steps: number of steps of the attack "jiio" (``steps`` is that of all others).
+        train_attack: attack on training images, "pgd" or "jiio".
         train_steps: number of steps of the attack on training images; 0 trains without an attack.
+
+    Example:
+        >>> task = Robustness(class_names, radius=1.0, norm="l2", attack=["pgd", "jiio"], train_steps=7)
     """
 
     best_metric = "robust accuracy"
 
     @accepts(*positional_of(LabelTask), *options_of(Budget, *EVALUATED))
     def __init__(
-        self, *labels: Any, radius: float = 8 / 255, attack: str = "pgd", train_steps: int = 0, **options: Any
+        self,
+        *labels: Any,
+        radius: float = 8 / 255,
+        attack: str | Sequence[str] = "pgd",
+        joint_steps: int = JOINT_STEPS,
+        train_attack: str = "pgd",
+        train_steps: int = 0,
+        **options: Any,
     ):
         budget = {name: options.pop(name) for name in EVALUATED if name in options}
         super().__init__(*labels, **options)
         self.budget = Budget(radius=radius, **budget)
+        self.joint_steps, self.train_attack, self.train_steps = joint_steps, train_attack, train_steps
+        require(self, "joint_steps", at_least=1, whole=True)
+        require(self, "train_attack", among=TRAINED)
+        require(self, "train_steps", at_least=0, whole=True)
+        names = [attack] if isinstance(attack, str) else attack
+        if not isinstance(names, list | tuple) or not names or len(set(map(str, names))) < len(names):
+            raise ValueError(f"attack is {attack!r}; it must be the name of an attack, or a list of different names.")
         try:
-            self.attack = ATTACKS[attack]
+            self.attacks: dict[str, Callable[..., Tensor]] = {name: ATTACKS[name] for name in names}
         except UnknownName as error:  # an option of the task is wrong, not its name
             raise ValueError(str(error)) from None
-        if attack == "foolbox":
+        if "foolbox" in names:
             import_foolbox()  # a missing package is reported now, not after training
-        self.train_steps = train_steps
-        require(self, "train_steps", at_least=0, whole=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
+        """Return the mean cross entropy of the attacked images, which count as given: at a maximum over the
+        perturbation, its dependence on the weights does not contribute (envelope theorem)."""
         images, labels = batch
         if self.train_steps:
             # Without the wrapper that averages gradients: it would wait for gradients of the weights.
-            budget = vars(replace(self.budget, steps=self.train_steps, restarts=1))
-            images = pgd(unwrapped(model), images, labels, **budget)
+            budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.train_steps}
+            images = ATTACKS[self.train_attack](unwrapped(model), images, labels, **budget)
         return super().loss(model, (images, labels))
+
+    def attacked(self, name: str, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the images after the attack ``name``, one of ``self.attacks``."""
+        budget = {field: getattr(self.budget, field) for field in EVALUATED}
+        if name == "jiio":
+            budget["steps"] = self.joint_steps
+        with exact_gradients(model):  # however the model was trained: with a cruder rule it would look more robust
+            return self.attacks[name](model, images, labels, **budget)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = batch
         logits = model(images)
         sums = self.evaluation_sums(logits, labels)
-        budget = {name: getattr(self.budget, name) for name in EVALUATED}
-        with exact_gradients(model):  # however the model was trained: with a cruder rule it would look more robust
-            attacked = self.attack(model, images, labels, **budget)
-        # A misclassified image counts as broken without an attack.
-        right = (logits.argmax(1) == labels) & (model(attacked).argmax(1) == labels)
-        return {**sums, "robust": right.sum()}
+        right = logits.argmax(1) == labels  # a misclassified image counts as broken without an attack
+        robust = right
+        for name in self.attacks:
+            withstood = right & (model(self.attacked(name, model, images, labels)).argmax(1) == labels)
+            robust = robust & withstood
+            if len(self.attacks) > 1:
+                sums[f"right under {name}"] = withstood.sum()
+        return {**sums, "robust": robust.sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         metrics = super().metrics(sums)
-        if "robust" in sums:
-            metrics["robust accuracy"] = sums["robust"].item() / sums["samples"].item()
+        counts = {f"accuracy under {name}": f"right under {name}" for name in self.attacks}
+        for metric, count in {**counts, "robust accuracy": "robust"}.items():
+            if count in sums:
+                metrics[metric] = sums[count].item() / sums["samples"].item()
         return metrics
+
+    def pictures(
+        self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
+    ) -> Iterator[tuple[str, "Figure"]]:
+        yield from super().pictures(model, batches, sums)
+        images, labels = next(batches())
+        if images.dim() != 4:
+            return
+        name = next(iter(self.attacks))
+        images, labels = images[:PANEL], labels[:PANEL]
+        with torch.no_grad():
+            attacked = self.attacked(name, model, images, labels)
+            captions = [self.captions(model(each), labels) for each in (images, attacked)]
+        rows = zip(images.float().cpu(), attacked.float().cpu(), *captions, strict=True)
+        yield f"Attack by {name}", attack_panel([*rows])
+
+    def captions(self, logits: Tensor, labels: Tensor) -> list[str]:
+        """Return for each image the predicted class, its probability, and the true class if it is another."""
+        found = zip(*(each.tolist() for each in (*logits.float().softmax(1).max(1), labels)), strict=True)
+        return [
+            f"{self.class_names[guess]} ({p:.0%})" + ("" if guess == label else f", not {self.class_names[label]}")
+            for p, guess, label in found
+        ]

@@ -120,6 +120,32 @@ def test_idx(tmp_path, name, compress):
     assert data.note == "7 of the official 60000 training images, 5 of the official 10000 test images"
 
 
+@pytest.mark.parametrize(("name", "make", "side"), [("mnist", make_idx, 28), ("cifar10", make_cifar10, 32)])
+def test_images_are_shrunk_with_antialiasing(tmp_path, name, make, side):
+    """Bilinear interpolation with antialiasing to half the side weights four neighbours by 1, 3, 3, 1."""
+    make(tmp_path / name)
+    whole, half = (load(name, folders=[tmp_path], validation=0, **options) for options in ({}, {"size": side // 2}))
+    before, after = (everything(data.train)[0].double() for data in (whole, half))
+    assert half.shape == (whole.shape[0], side // 2, side // 2)
+    assert (half.class_names, half.note) == (whole.class_names, whole.note)
+    weights = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=torch.float64) / 8
+    inside = before[:, :, 1:, 1:].unfold(2, 4, 2).unfold(3, 4, 2)  # all but the border
+    expected = torch.einsum("ncijab,a,b->ncij", inside, weights, weights)
+    assert (after[:, :, 1:-1, 1:-1] - expected).abs().max() <= 0.51  # rounded to whole numbers
+    channels = after.transpose(0, 1).flatten(1) / 255
+    assert half.mean == pytest.approx(channels.mean(1).tolist(), abs=1e-4)
+    assert half.std == pytest.approx(channels.std(1).tolist(), abs=1e-4)
+    same = load(name, folders=[tmp_path], validation=0, size=side)
+    assert (same.mean, same.shape) == (whole.mean, whole.shape)
+
+
+@pytest.mark.parametrize("size", [3, 29, 2.5, True, "14"])
+def test_impossible_sizes_of_images(tmp_path, size):
+    make_idx(tmp_path / "mnist")
+    with pytest.raises(ValueError, match=r"data.size is .*; it must be a whole number from 4 to 28, such as 14"):
+        load("mnist", folders=[tmp_path], size=size)
+
+
 @pytest.mark.parametrize("make", [make_cifar10, make_cifar10_pickles])
 @pytest.mark.parametrize("inside", ["", "official"])
 def test_cifar10(tmp_path, make, inside):
@@ -702,6 +728,7 @@ def test_what_is_available(tmp_path):
         "digits": "scikit-learn",
         "mnist": str(tmp_path / "mnist"),
         "omniglot": str(tmp_path / "omniglot"),
+        "omniglot-episodes": str(tmp_path / "omniglot"),
         "imagenette": str(tmp_path / "imagenette"),
         "cifar100": str(tmp_path / "cifar100"),
     }  # CIFAR-10 is not complete

@@ -17,7 +17,7 @@ from torch import nn
 
 from equipoise.lab.data import DATA_SETS
 from equipoise.lab.data.catalogue import ABOUT
-from equipoise.lab.recipes.build import build_model, build_task, check
+from equipoise.lab.recipes.build import build_model, build_task, check, load_data, one_cycle_schedule
 from equipoise.lab.recipes.reading import (
     RecipeError,
     RecipeFile,
@@ -43,6 +43,7 @@ from equipoise.lab.recipes.schema import (
 )
 from equipoise.lab.results.reproduce import figure_functions, rows, trainings
 from equipoise.lab.runs.folder import create
+from equipoise.lab.trust import ANYTHING
 
 TITLE = 'title = "A recipe"'
 DATA = '[data]\nname = "digits"'
@@ -971,6 +972,20 @@ def test_a_section_with_a_name_keeps_what_belongs_to_the_section(write):
     assert (same.name, same.validation, same.limit, same.options) == ("cifar100", 5, 3, {"labels": "coarse"})
 
 
+def test_evaluation_can_be_limited_alone(write):
+    file = write(recipe(data="[data]\nname = 'digits'\nvalidation = 50\nevaluation_limit = 20"))
+    data = load_data(open_recipe(file).read(Recipe), (), ANYTHING)
+    assert (len(data.train), len(data.val), len(data.test)) == (1387, 20, 20)
+    both = load_data(open_recipe(file, overrides=["data.limit=30"]).read(Recipe), (), ANYTHING)
+    assert (len(both.train), len(both.val), len(both.test)) == (30, 20, 20)
+
+
+def test_the_radius_of_table_8_follows_the_size_of_its_images():
+    for budget, radius in ((None, 0.5), ("small", 0.25)):
+        found = [row.read(Recipe).task.options["radius"] for _, row in rows(open_recipe("jiio/table8"), budget, [])]
+        assert set(found) == {radius}
+
+
 def test_a_row_that_names_another_data_set_keeps_the_budget():
     source = open_recipe("opteq/table2a")
     data = rows(source, "smoke", [])[0][1].read(Recipe).data
@@ -1095,6 +1110,7 @@ def test_dates_are_refused_for_a_run_could_not_keep_them(write, value):
 FACTS = {
     **{name: (tuple(about.shape), about.classes) for name, about in ABOUT.items() if about.shape},
     "omniglot": ((1, 105, 105), 964),
+    "omniglot-episodes": ((1, 32, 32), 5),
     "celeba": ((3, 64, 64), 0),
     "imagenette": ((3, 160, 160), 10),
     "imagenet": ((3, 224, 224), 1000),
@@ -1133,7 +1149,7 @@ def test_every_recipe_of_the_package_is_right(name):
         for budget in (None, "small", "smoke"):
             cheaper = open_recipe(name, budget)
             epochs.append(sum(phase.epochs for phase in check(cheaper).phases))
-            for number in range(len(read.phases)):
+            for number in range(len(cheaper.recipe.phases)):  # a budget may replace them
                 build_task(cheaper.phase(number), facts_of(read.data.name), cheaper.where)
                 with torch.device("meta"):
                     model = build_model(cheaper.phase(number), facts_of(read.data.name), cheaper.where)
@@ -1159,3 +1175,18 @@ def test_the_wheel_has_every_recipe():
         if path.suffix in (".toml", ".py", ".jinja"):
             assert path.relative_to(root / "src").as_posix() in included
     assert any(path.endswith("papers/core/digits.toml") for path in included)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 1000])
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.3])
+def test_one_cycle_needs_no_long_training(steps, warmup):
+    """torch divides by the number of warm-up steps after the first, which was 0 for 10 steps and warmup 0.1."""
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = one_cycle_schedule(optimizer, steps, 1, warmup=warmup)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert all(0 < rate <= 0.1 + 1e-12 for rate in rates)
+    assert rates[0] == pytest.approx(0.1 / 25)

@@ -150,6 +150,7 @@ def test_no_command_runs_what_a_run_names(copy, capsys, path):
         commands += [("evaluate", copy), ("report", copy), ("figure", "core/convergence", "--run", copy)]
     if path[-1] in USED:
         commands += [("predict", copy, copy / "image.png"), ("segment", copy, copy / "image.png")]
+        commands += [("attack", copy, copy / "image.png")]
     for words in commands:
         text = said(capsys, *words)
         assert "'evil_module:go'. Nothing was imported" in text
@@ -354,7 +355,7 @@ def test_the_help_says_that_a_recipe_is_code(capsys):
         "train": "can import modules and run any code",
         "reproduce": "can import modules and run any code",
         "figure": "can import modules and run any code",
-        **dict.fromkeys(("resume", "evaluate", "predict", "segment", "report"), "--trust MODULE"),
+        **dict.fromkeys(("resume", "evaluate", "predict", "segment", "attack", "report"), "--trust MODULE"),
     }.items():
         with pytest.raises(SystemExit):
             parser().parse_args([command, "--help"])

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.data.files.places import Places
+from equipoise.options import is_number
 from equipoise.registry import MissingPackage, Registry, call
 from equipoise.tasks.base import Batch
 
@@ -181,6 +183,7 @@ DATA_SETS = Registry(
         "cifar100": "equipoise.lab.data.sets.cifar:cifar100",
         "svhn": "equipoise.lab.data.sets.arrays:svhn",
         "omniglot": "equipoise.lab.data.sets.folders:omniglot",
+        "omniglot-episodes": "equipoise.lab.data.sets.episodes:omniglot_episodes",
         "celeba": "equipoise.lab.data.sets.folders:celeba",
         "imagenette": "equipoise.lab.data.sets.folders:imagenette",
         "imagenet": "equipoise.lab.data.sets.folders:imagenet",
@@ -244,11 +247,44 @@ def classified(
     class_names: tuple[str, ...],
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    size: int | None = None,
 ) -> DataSet:
-    """Return a data set of the images and labels of some files, with a note if it does not have the official size."""
+    """Return a data set of the images and labels of some files, with a note if it does not have the official size.
+
+    With a ``size``, images are shrunk to its square, and the mean and standard deviation are those of the results.
+    """
     train, test = (TensorSplit(*map(torch.cat, zip(*files, strict=True))) for files in (train_files, test_files))
+    if size is not None and size != train.tensors[0].shape[-1]:
+        check_size(size, train.tensors[0].shape[-1])
+        train, test = (TensorSplit(shrunk(split.tensors[0], size), *split.tensors[1:]) for split in (train, test))
+        mean, std = statistics_of(train.tensors[0])
     shape, note = tuple(train.tensors[0].shape[1:]), differs(places.name, len(train), len(test))
     return DataSet(places.name, train, test, shape, class_names=class_names, mean=mean, std=std, note=note)
+
+
+SMALLEST, CHUNK = 4, 10_000  # side of a shrunk image; number of images that are shrunk together
+
+
+def check_size(size: Any, side: int) -> None:
+    """Raise unless images with this side can be shrunk to the size."""
+    if not is_number(size, at_least=SMALLEST, at_most=side, whole=True):
+        raise ValueError(f"data.size is {size!r}; it must be a whole number from {SMALLEST} to {side}, such as 14.")
+
+
+def shrunk(images: Tensor, size: int) -> Tensor:
+    """Return uint8 images as squares with this side, by bilinear interpolation with antialiasing."""
+    parts = (
+        interpolate(part.float(), (size, size), mode="bilinear", antialias=True).round_().clamp_(0, 255).byte()
+        for part in images.split(CHUNK)
+    )
+    return torch.cat([*parts])
+
+
+def statistics_of(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of uint8 images per channel, scaled to [0, 1], to four digits."""
+    channels = images.transpose(0, 1).flatten(1).double() / 255
+    mean, std = (tuple(round(value, 4) for value in row.tolist()) for row in (channels.mean(1), channels.std(1)))
+    return mean, tuple(max(value, 1e-4) for value in std)
 
 
 def differs(name: str, train: int, test: int) -> str:

@@ -73,6 +73,7 @@ def _files(key: str) -> dict[str, tuple[RemoteFile, ...]]:
 
 SOURCES = _files("files")
 OTHER_FORMS = _files("other_forms")
+MADE_OF: dict[str, str] = {name: entry["made_of"] for name, entry in CATALOGUE.items() if "made_of" in entry}
 HOW_TO_GET: dict[str, str] = {name: entry["how_to_get"] for name, entry in CATALOGUE.items() if "how_to_get" in entry}
 
 

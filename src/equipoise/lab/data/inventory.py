@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from equipoise.lab.data.catalogue import ABOUT, OTHER_FORMS, SOURCES, RemoteFile, how_to_get, mismatch
+from equipoise.lab.data.catalogue import ABOUT, MADE_OF, OTHER_FORMS, SOURCES, RemoteFile, how_to_get, mismatch
 from equipoise.lab.data.files.places import Places
 from equipoise.lab.files import CHUNK, LIMITS
 from equipoise.options import unknown
@@ -84,7 +84,8 @@ def check(name: str, folders: Sequence[str | Path] = ()) -> list[Checked]:
 def forms(name: str, folders: Sequence[str | Path]) -> list[list[Wanted]]:
     """Return the files of each form that a data set is published in."""
     places = Places(name, folders)
-    tables = [table[name] for table in (SOURCES, OTHER_FORMS) if name in table]
+    source = MADE_OF.get(name, name)
+    tables = [table[source] for table in (SOURCES, OTHER_FORMS) if source in table]
     return [[wanted for remote in table for wanted in files_of(remote, places)] for table in tables]
 
 

@@ -165,6 +165,9 @@ def load_data(recipe: Recipe, folders: Sequence[Path], trust: Trust) -> DataSet:
     """Load the recipe's data set, with its validation split, reduced to the recipe's limit."""
     with looking_up(trust.find):
         data = load(recipe.data.name, folders=folders, validation=recipe.data.validation, **recipe.data.options)
+    if (limit := recipe.data.evaluation_limit) is not None:
+        validation = None if data.val is None else spread(data.val, limit)
+        data = replace(data, val=validation, test=spread(data.test, limit))
     if (limit := recipe.data.limit) is None:
         return data
     validation = None if data.val is None else spread(data.val, limit)
@@ -314,11 +317,12 @@ def one_cycle_schedule(
     if momentum is not None and len(momentum) != 2:
         raise ValueError(f"momentum is {momentum}; it must be two numbers, [lowest, highest].")
     lowest, highest = momentum or (0.85, 0.95)
+    total = max(2, steps * epochs)
     return OneCycleLR(
         optimizer,
         [group["lr"] for group in optimizer.param_groups],
-        total_steps=max(2, steps * epochs),
-        pct_start=warmup,
+        total_steps=total,
+        pct_start=warmup if warmup * total > 1 else 1.5 / total,  # torch divides by warmup * total - 1
         div_factor=start,
         final_div_factor=end,
         cycle_momentum="momentum" in optimizer.defaults or "betas" in optimizer.defaults,

@@ -38,6 +38,7 @@ class Data:
     validation: NonNegative = 0.1  # share or number of training samples held out to choose the best weights; 0: none
     limit: Count | None = None  # largest number of samples per split (for trying things out)
     options: dict[str, Any] = field(default_factory=dict)
+    evaluation_limit: Count | None = None  # largest number of samples of the validation split and of the test split
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,15 @@ REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [
 
 @functools.cache
 def figure_functions() -> Registry:
-    """Return the functions that draw figures: the lab's own, and those listed by the folder of each paper."""
+    """Return the functions that draw figures: the lab's own, and those listed by the folder of each paper.
+
+    A function is listed by its name, or as "file:name" if it is in another file than figures.py.
+    """
     table = {"convergence": "equipoise.lab.results.figures:convergence"}
-    for paper in sorted(path.parent.name for path in recipes_folder().glob("*/figures.py")):
-        listed = importlib.import_module(f"equipoise.papers.{paper}").FIGURES
-        table |= {f"{paper}-{name}": f"equipoise.papers.{paper}.figures:{name}" for name in listed}
+    for paper in sorted({path.parent.name for path in recipes_folder().glob("*/*figures.py")}):
+        for entry in importlib.import_module(f"equipoise.papers.{paper}").FIGURES:
+            file, _, name = entry.rpartition(":")
+            table[f"{paper}-{name}"] = f"equipoise.papers.{paper}.{file or 'figures'}:{name}"
     return Registry("figure", table, functions=True)
 
 

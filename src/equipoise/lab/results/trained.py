@@ -56,7 +56,8 @@ def open_trained(
     recipe = replace(recipe, task=Named(task or recipe.task.name, {**kept, **options}))
     setting, facts = Setting(recipe.training, machine), data_facts(saved["data"])
     given = [value for value in (task, *options.values()) if value is not None]  # trusted: the caller named them
-    modules = (module_of(value) for value in given if isinstance(value, str))
+    entries = (entry for value in given for entry in (value if isinstance(value, list) else [value]))
+    modules = (module_of(entry) for entry in entries if isinstance(entry, str))
     where = Where("command line" if given else source.where.name, trust=source.where.trust.including(*modules))
     with checkpoints.fitting(file):
         built = build_task(recipe, facts, where)
@@ -92,8 +93,8 @@ def samples_of(run: Run, trained: Trained, folders: Sequence[Path], split: str, 
     return samples if limit is None else spread(samples, limit)
 
 
-def progress_bar(title: str, samples: int) -> Any:
+def progress_bar(title: str, total: int, unit: str = "sample") -> Any:
     """Return a tqdm progress bar, shown only on a terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=samples, desc=title, unit="sample", disable=not sys.stderr.isatty(), leave=False)
+    return tqdm(total=total, desc=title, unit=unit, disable=not sys.stderr.isatty(), leave=False)

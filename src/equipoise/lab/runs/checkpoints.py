@@ -75,8 +75,8 @@ def checksum(tensors: dict[str, Tensor], text: str) -> str:
     return f"{crc:08x}"
 
 
-def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Check a checkpoint, with ``training`` also for what resuming needs; return its tensors and its JSON."""
+def contents(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of a file that :func:`save` wrote, and its JSON as text, after comparing its checksum."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -94,9 +94,15 @@ def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[st
     stated = metadata.get("checksum")
     if metadata.keys() - HEADER or (stated is not None and stated != checksum(tensors, metadata["equipoise"])):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content. Restore it from a copy.")
+    return tensors, metadata["equipoise"]
+
+
+def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Check a checkpoint, with ``training`` also for what resuming needs; return its tensors and its JSON."""
+    tensors, text = contents(path)
     facts: Any = None
     try:
-        facts = parse(metadata["equipoise"])
+        facts = parse(text)
         reason = misfit(facts, WEIGHTS)
     except ValueError as error:
         reason = str(error)

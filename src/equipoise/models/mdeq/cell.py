@@ -5,6 +5,7 @@ which section 4.1 and appendix A of the paper describe.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from equipoise.problem.problem import autocast_state
 from equipoise.stability import VariationalDropout, WeightNorm
 
 ACTIVATIONS = ("relu", "softplus")
+Film = tuple[Tensor, Tensor]  # scale and shift of the widened channels, each (batch, expansion * channels, 1, 1)
 
 
 @options
@@ -100,8 +102,11 @@ class Block(nn.Module):
         self.norm3 = nn.GroupNorm(size.groups, channels)
         self.activation = activation
 
-    def forward(self, z: Tensor, x: Tensor | None = None) -> Tensor:
-        change = self.drop(self.conv2(activate(self.norm1(self.conv1(z)), self.activation)))
+    def forward(self, z: Tensor, x: Tensor | None = None, film: Film | None = None) -> Tensor:
+        wide = self.norm1(self.conv1(z))
+        if film is not None:
+            wide = torch.addcmul(film[1], film[0], wide)
+        change = self.drop(self.conv2(activate(wide, self.activation)))
         if x is not None:
             change = change + x
         return self.norm3(activate(self.norm2(change) + z, self.activation))
@@ -145,7 +150,7 @@ class MultiscaleCell(nn.Module):
 
     z is a tuple of tensors (batch, channels_i, height / 2^i, width / 2^i); x is a tuple of inputs to the first scales,
     in MDEQ to the first one only. The output is group-normalised, so that iterates stay bounded. With a single scale, f
-    is the blocks alone.
+    is the blocks alone. ``films``, one per scale, scale and shift what the first norm of each block returns.
 
     Args:
         size: hyperparameters of the cell.
@@ -172,11 +177,12 @@ class MultiscaleCell(nn.Module):
             nn.GroupNorm(size.last_groups, size.channels[i], affine=size.post_affine) for i in several
         )
 
-    def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...], films: Sequence[Film] = ()) -> tuple[Tensor, ...]:
         y = list(z)
         for i, blocks in enumerate(self.blocks):
+            film = films[i] if i < len(films) else None
             for k, block in enumerate(blocks):  # type: ignore[arg-type]
-                y[i] = block(y[i], x[i] if k == 0 and i < len(x) else None)
+                y[i] = block(y[i], x[i] if k == 0 and i < len(x) else None, film)
         if len(y) == 1:
             return (y[0],)
         outputs = []

@@ -80,20 +80,23 @@ class ImageHead(nn.Module):
         outputs: channels of the image.
         groups: number of groups of GroupNorm; it must divide the sum of the channels and ``width``.
         width: channels of the last layers.
+        upsamplings: how many times the image is twice as high and wide as the first scale.
     """
 
-    def __init__(self, channels: Sequence[int], outputs: int = 3, groups: int = 8, width: int = 32):
+    def __init__(
+        self, channels: Sequence[int], outputs: int = 3, groups: int = 8, width: int = 32, upsamplings: int = 0
+    ):
         super().__init__()
         total = sum(channels)
         if total % groups or width % groups:
             raise ValueError(
                 f"groups is {groups}; it must divide the sum of the channels, {total}, and width, {width}."
             )
-        convs = (
-            nn.Conv2d(total, total, 1),
-            nn.Conv2d(total, width, 3, padding=1),
-            nn.ConvTranspose2d(width, width, 3, padding=1),
-        )
+        if upsamplings:
+            up = [nn.ConvTranspose2d(width, width, 4, stride=2, padding=1) for _ in range(upsamplings)]
+        else:
+            up = [nn.ConvTranspose2d(width, width, 3, padding=1)]
+        convs = (nn.Conv2d(total, total, 1), nn.Conv2d(total, width, 3, padding=1), *up)
         normed = [(conv, nn.GroupNorm(groups, conv.out_channels), nn.ReLU(inplace=True)) for conv in convs]
         last = nn.ConvTranspose2d(width, outputs, 3, padding=1)
         self.layers = nn.Sequential(*itertools.chain.from_iterable(normed), last)

@@ -130,8 +130,16 @@ class MDEQ(nn.Module):
             f"{self.size.divisor}. Resize or pad them, or choose fewer scales."
         )
 
+    def injections(self, images: Tensor) -> tuple[tuple[Tensor]]:
+        """Return the input of the equilibrium: one tensor for each scale that has an input."""
+        return ((self.features(images),),)
+
+    def read(self, z: tuple[Tensor, ...]) -> Tensor:
+        """Return the logits for z; for segmentation, of padded images."""
+        return self.head(z)
+
     def forward(self, images: Tensor) -> Tensor:
-        logits = self.head(self.equilibrium((self.features(images),)))
+        logits = self.read(self.equilibrium(*self.injections(images)))
         if not self.segments:
             return logits
         height, width = (-(-n // 2**self.size.downsamplings) for n in images.shape[2:])

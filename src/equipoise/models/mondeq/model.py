@@ -106,9 +106,21 @@ class MonDEQ(nn.Module):
         averaged = kept.unflatten(0, (height, self.pool)).mean(dim=1)  # one dimension at a time is many times faster
         return images(averaged.unflatten(1, (width, self.pool)).mean(dim=2)).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def equilibrium(self) -> Equilibrium:
+        return self.layer
+
+    def injections(self, images: Tensor) -> tuple[Any]:
+        """Return the input of the equilibrium."""
         self.operator.require_precision()
-        return self.head(self.features(self.layer(self.bias(self.normalize(x)))))
+        return (self.bias(self.normalize(images)),)
+
+    def read(self, z: Any) -> Tensor:
+        """Return the logits for z."""
+        return self.head(self.features(z))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.layer(*self.injections(x)))
 
     def certificate(self, alpha: float | None = None) -> Certificate:
         """Return proven bounds for the current weights: the rate of convergence and the Lipschitz constants.

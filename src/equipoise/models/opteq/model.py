@@ -135,6 +135,10 @@ class BranchModel(nn.Module, ABC):
         require_shape(images, self.shape, "its branches have fixed sizes")
         return self.stem(normalized)
 
+    def injections(self, images: Tensor) -> tuple[Any, ...]:
+        """Return the inputs of the equilibrium."""
+        return self.cell.prepare(self.features(images))
+
     def classify(self, g: Tensor) -> Tensor:
         """Return the logits for g."""
         return self.read(self.branches(g))

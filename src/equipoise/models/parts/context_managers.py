@@ -30,6 +30,11 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     return changed((module, "training", False) for module in model.modules())
 
 
+def frozen(model: nn.Module) -> AbstractContextManager[None]:
+    """Treat every parameter as a constant."""
+    return changed((parameter, "requires_grad", False) for parameter in model.parameters())
+
+
 def keeping_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Leave the running statistics of BatchNorm layers unchanged.
 

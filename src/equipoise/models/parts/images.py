@@ -44,13 +44,18 @@ class Normalize(nn.Module):
         return (x - self.mean) / self.std
 
 
-def normalize_for(shape: Sequence[int], classes: int, mean: Sequence[float], std: Sequence[float]) -> Normalize:
-    """Check what a classifier is built for and return the layer that normalises its images."""
+def require_image_shape(shape: Sequence[int]) -> None:
+    """Raise unless ``shape`` is the shape of one image."""
     listed = isinstance(shape, tuple | list) and len(shape) == 3
     if not listed or not all(is_number(n, at_least=1, whole=True) for n in shape):
         raise ValueError(
             f"shape is {shape!r}; it must be the shape of one image, (channels, height, width), such as (3, 32, 32)."
         )
+
+
+def normalize_for(shape: Sequence[int], classes: int, mean: Sequence[float], std: Sequence[float]) -> Normalize:
+    """Check what a classifier is built for and return the layer that normalises its images."""
+    require_image_shape(shape)
     if not is_number(classes, at_least=2, whole=True):
         raise ValueError(
             f"classes is {classes!r}; a classifier needs at least 2 (a whole number; does the data set have labels?)."

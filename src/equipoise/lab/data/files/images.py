@@ -51,7 +51,11 @@ class Decoder:
 
 
 def read_image_file(
-    path: Path, channels: int, size: tuple[int, int] | None = None, check: Callable[[int, int], None] | None = None
+    path: Path,
+    channels: int,
+    size: tuple[int, int] | None = None,
+    check: Callable[[int, int], None] | None = None,
+    note_above: float = MUCH,
 ) -> tuple[Tensor, str]:
     """Read an image file within the limits as uint8 (channels, height, width), turned as its EXIF orientation says.
 
@@ -60,9 +64,10 @@ def read_image_file(
         channels: 1 for grey, 3 for colour.
         size: height and width to crop (in the middle) and resize to; None keeps those of the image.
         check: called with the upright height and width before the pixels are decoded; raises ValueError to reject them.
+        note_above: factor above which resizing is worth a note; 1 for any change of the size.
 
     Returns:
-        The image, and a note if it was resized by more than a factor of four (otherwise empty).
+        The image, and a note if it was resized by more than ``note_above`` (otherwise empty).
     """
     from PIL import Image
 
@@ -81,9 +86,10 @@ def read_image_file(
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise ValueError(f"{printable(path)} cannot be read: {reason}.") from error
     factor = min(before[0] / height, before[1] / width)
-    if 1 / MUCH <= factor <= MUCH:
+    if 1 / note_above <= factor <= note_above and (note_above > 1 or before == (height, width)):
         return tensor, ""
-    how = f"{'shrunk' if factor > 1 else 'enlarged'} from {before[1]} x {before[0]} to {width} x {height}"
+    change = "shrunk" if factor > 1 else "enlarged" if factor < 1 else "cropped"
+    how = f"{change} from {before[1]} x {before[0]} to {width} x {height}"
     return tensor, f"{printable(path)} was {how}, the size of the images that the run was trained on."
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
-from equipoise.lab.data.catalogue import ABOUT, SOURCES, how_to_get
+from equipoise.lab.data.catalogue import ABOUT, MADE_OF, SOURCES, how_to_get
 from equipoise.lab.data.files.trees import Folder, Tree, Zip
 
 SYSTEM = Path("/usr/share/datasets")  # where Debian's packages put data sets
@@ -42,10 +42,11 @@ class Places:
 
     def __init__(self, name: str, folders: Sequence[str | Path] = ()):
         self.name, self.roots = name, search_path(folders)
-        others = ABOUT.keys() - {name}  # MNIST and Fashion-MNIST have files of the same names
+        own = [name, MADE_OF[name]] if name in MADE_OF else [name]
+        others = ABOUT.keys() - set(own)  # MNIST and Fashion-MNIST have files of the same names
         self.folders: list[Path] = []
         for root in self.roots:
-            self.folders += [root / name] if root.resolve().name in others else [root / name, root]
+            self.folders += [root / each for each in own] + ([] if root.resolve().name in others else [root])
 
     def find(self, *names: str) -> Path | None:
         """Return the first of these files that exists, trying all names in one folder before the next, or None."""

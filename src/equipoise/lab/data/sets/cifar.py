@@ -14,8 +14,12 @@ from equipoise.lab.files import LIMITS, read_file
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def cifar10(places: Places) -> DataSet:
-    """Return small photographs of ten things, 32x32 colour; the binary version or the Python one."""
+def cifar10(places: Places, size: int | None = None) -> DataSet:
+    """Return small photographs of ten things, 32x32 colour; the binary version or the Python one.
+
+    Args:
+        size: side to which images are shrunk; None for 32.
+    """
 
     def batch(name: str) -> tuple[Tensor, Tensor]:
         path = places.file(f"cifar-10-batches-bin/{name}.bin", f"{name}.bin", f"cifar-10-batches-py/{name}", name)
@@ -23,14 +27,16 @@ def cifar10(places: Places) -> DataSet:
         return checked(places, path, images, labels["labels"], CIFAR10)
 
     train, test = [batch(f"data_batch_{number}") for number in range(1, 6)], [batch("test_batch")]
-    return classified(places, train, test, CIFAR10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return classified(places, train, test, CIFAR10, mean, std, size)
 
 
-def cifar100(places: Places, labels: str = "fine") -> DataSet:
+def cifar100(places: Places, labels: str = "fine", size: int | None = None) -> DataSet:
     """Return small photographs of a hundred things, 32x32 colour; the Python version or the binary one.
 
     Args:
         labels: "fine" for the 100 classes, "coarse" for the 20 groups of them.
+        size: side to which images are shrunk; None for 32.
     """
     if labels not in ("fine", "coarse"):
         raise ValueError(f"data.labels is {labels!r}; it must be 'fine' (100 classes) or 'coarse' (20 groups of them).")
@@ -46,7 +52,8 @@ def cifar100(places: Places, labels: str = "fine") -> DataSet:
         return checked(places, path, images, columns[f"{labels}_labels"], class_names)
 
     train, test = [part("train")], [part("test")]
-    return classified(places, train, test, class_names, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return classified(places, train, test, class_names, mean, std, size)
 
 
 def read_images(places: Places, path: Path, columns: list[str]) -> tuple[Tensor, dict[str, Tensor]]:

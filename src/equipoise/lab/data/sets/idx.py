@@ -15,17 +15,25 @@ from equipoise.lab.files import LIMITS, read_exactly
 GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
-def mnist(places: Places) -> DataSet:
-    """Return MNIST: handwritten digits, 28x28 greyscale."""
-    return idx_data(places, DIGITS, mean=0.1307, std=0.3081)
+def mnist(places: Places, size: int | None = None) -> DataSet:
+    """Return MNIST: handwritten digits, 28x28 greyscale.
+
+    Args:
+        size: side to which images are shrunk; None for 28.
+    """
+    return idx_data(places, DIGITS, mean=0.1307, std=0.3081, size=size)
 
 
-def fashion_mnist(places: Places) -> DataSet:
-    """Return Fashion-MNIST: garments, 28x28 greyscale."""
-    return idx_data(places, GARMENTS, mean=0.2860, std=0.3530)
+def fashion_mnist(places: Places, size: int | None = None) -> DataSet:
+    """Return Fashion-MNIST: garments, 28x28 greyscale.
+
+    Args:
+        size: side to which images are shrunk; None for 28.
+    """
+    return idx_data(places, GARMENTS, mean=0.2860, std=0.3530, size=size)
 
 
-def idx_data(places: Places, class_names: tuple[str, ...], mean: float, std: float) -> DataSet:
+def idx_data(places: Places, class_names: tuple[str, ...], mean: float, std: float, size: int | None = None) -> DataSet:
     """Return a data set whose files are named like those of MNIST."""
 
     def part(name: str) -> tuple[Tensor, Tensor]:
@@ -33,7 +41,7 @@ def idx_data(places: Places, class_names: tuple[str, ...], mean: float, std: flo
         _, labels = read_idx(places, f"{name}-labels-idx1-ubyte", dimensions=1)
         return checked(places, path, images.unsqueeze(1), labels, class_names)
 
-    return classified(places, [part("train")], [part("t10k")], class_names, mean=(mean,), std=(std,))
+    return classified(places, [part("train")], [part("t10k")], class_names, mean=(mean,), std=(std,), size=size)
 
 
 def read_idx(places: Places, name: str, dimensions: int) -> tuple[Path, Tensor]:

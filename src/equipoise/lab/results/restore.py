@@ -1,0 +1,212 @@
+"""Restore an image file with a trained generator: a strip of what was given, some steps, and the result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from equipoise.lab.data.files.images import MODES, read_image_file
+from equipoise.lab.files import whole
+from equipoise.lab.printable import printable
+from equipoise.lab.recipes.build import MODEL_SECTIONS
+from equipoise.lab.results.trained import Trained, open_trained, progress_bar
+from equipoise.lab.runs.folder import Run, RunError
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.generator.model import Generator
+from equipoise.options import option, options, require_number
+from equipoise.tasks.degradations import KINDS, Degradation
+from equipoise.tasks.image_quality import ssim
+from equipoise.tasks.physics import LinearPhysics, Mask
+from equipoise.tasks.restoration import strip_figure, strip_panels
+from equipoise.tasks.restore_images import STEPS
+
+PROBLEMS = tuple(problem for problem in KINDS if problem != "reconstruct")
+SMALLEST = 11  # side of the window of the structural similarity
+
+
+@options
+class Request:
+    """What is to be restored.
+
+    Args:
+        image: image file.
+        problem: "inpaint", "denoise", "deblur" or "upscale", see :class:`~equipoise.tasks.degradations.Degradation`;
+            None if there is a mask.
+        amount: amount of the degradation.
+        mask: image file with the size of ``image``, black where pixels are hidden.
+        degraded: whether the image is degraded already; otherwise it is the truth, and is degraded first.
+        steps: number of joint steps.
+        seed: seed of the place of the hidden square, or of the noise.
+    """
+
+    image: Path
+    problem: str | None = option(default=None, among=PROBLEMS, optional=True)
+    amount: float | None = None
+    mask: Path | None = None
+    degraded: bool = option(default=False, kind=bool)
+    steps: int = STEPS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("--steps", self.steps, at_least=1, whole=True)
+        require_number("--seed", self.seed, at_least=0, whole=True)
+        if (self.problem is None) == (self.mask is None):
+            raise ValueError("a request needs a problem or a mask, and not both.")
+        if self.degraded and self.problem == "inpaint":
+            raise ValueError(
+                "--inpaint hides a random square of a whole image. To restore an image that is degraded already, mark "
+                "its hidden pixels in black with --mask."
+            )
+
+    @property
+    def degradation(self) -> Degradation:
+        return Degradation(self.problem or "reconstruct", self.amount)
+
+
+@dataclass(frozen=True)
+class RestoredImage:
+    """A restored image: the strip that was written, and how close it is to the truth.
+
+    Args:
+        strip: file of the strip.
+        quality: PSNR in dB and SSIM by name of the picture: "given", "restored", and "filled" if
+            pixels were hidden; empty if the truth is unknown.
+        misfit: mean squared error of the measurements of the restored image.
+        notes: how the image was changed to fit.
+    """
+
+    strip: Path
+    quality: dict[str, tuple[float, float]]
+    misfit: float
+    notes: list[str]
+
+
+def restore_image(
+    run: Run, request: Request, machine: Machine, out: Path | None = None, weights: str = "best"
+) -> RestoredImage:
+    """Restore an image file, and write a strip: given, some steps, restored, and truth where it is known.
+
+    Args:
+        run: trained run of a generator.
+        request: image, and how it is degraded.
+        out: file of the strip (.png); None for IMAGE-restored.png in the current folder. An existing file is never
+            overwritten.
+
+    Example:
+        >>> with this_machine() as machine:
+        ...     restore_image(open_run("runs/jiio-celeba-001"), Request(Path("face.png"), "inpaint", 10), machine)
+    """
+    degradation, strip = request.degradation, new_strip(request.image, out)
+    trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))
+    generator = generator_of(run, trained)
+    image, notes = read_image(request, generator.shape)
+    image = (2 * (image.to(machine.device, trained.setting.dtype) / 255) - 1)[None]
+    y, physics, truth = measured(request, degradation, image, generator.shape)
+    with (
+        quiet_failures(),
+        trained.setting.autocast(),
+        torch.no_grad(),
+        progress_bar("restoring", request.steps, "step") as bar,
+    ):
+        panels, restored = strip_panels(generator, y, physics, truth, request.steps, lambda progress: bar.update())
+    with whole(strip) as part:
+        strip_figure(panels).savefig(part, format="png", dpi=150)
+    quality = {}
+    if truth is not None:
+        for name, shown, ratio in (panel for panel in panels if panel[0] in ("given", "restored", "filled")):
+            assert ratio is not None
+            big = min(generator.shape[1:]) >= SMALLEST
+            quality[name] = (float(ratio), float(ssim(shown, truth)) if big else float("nan"))
+    misfit = float((physics.A(restored.images) - y).square().mean())
+    return RestoredImage(strip, quality, misfit, notes)
+
+
+def generator_of(run: Run, trained: Trained) -> Generator:
+    if not isinstance(trained.model, Generator):
+        raise RunError(
+            f"{run.folder} has the model {trained.recipe.model.name!r}; `equipoise restore` requires a generator: "
+            "train one with `equipoise train jiio/celeba`."
+        )
+    if trained.model.shape[0] not in MODES:
+        raise RunError(f"the run's images have {trained.model.shape[0]} channels; image files require 1 or 3.")
+    return trained.model
+
+
+def measured(
+    request: Request, degradation: Degradation, image: Tensor, shape: Sequence[int]
+) -> tuple[Tensor, LinearPhysics, Tensor | None]:
+    """Return the measurements, their operator, and the truth if it is known."""
+    seeds = torch.tensor([request.seed])
+    if request.mask is not None:
+        physics = Mask(read_mask(request.mask, request.image, shape))
+        return physics.A(image), physics, None if request.degraded else image
+    if request.degraded:
+        return image, degradation.physics(shape, seeds), None
+    y, physics = degradation.measure(image, seeds)
+    return y, physics, image
+
+
+def read_image(request: Request, shape: Sequence[int]) -> tuple[Tensor, list[str]]:
+    """Return the image in the size that is needed, uint8, and notes on what was changed."""
+    height, width = shape[1:]
+    if request.degraded and request.problem == "upscale":
+        request.degradation.physics(shape, torch.zeros(1))  # raises if the factor does not divide the size
+        factor = int(request.degradation.amount or 1)
+        height, width = height // factor, width // factor
+    sizes: list[tuple[int, int]] = []
+    image, _ = read_image_file(
+        request.image, shape[0], (height, width), check=lambda *size: sizes.append((size[0], size[1]))
+    )
+    before = sizes[0]
+    if before == (height, width):
+        return image, []
+    (top, left, rows, columns), name = middle(before, (height, width)), printable(request.image)
+    part = f"its middle {columns} x {rows} was cropped and " if (top, left) != (0, 0) else "it was "
+    verdict = f"{part}resized to {width} x {height}, the size of the generator's images"
+    if request.degraded and request.problem == "upscale":
+        verdict += f" divided by {height and shape[1] // height}"
+    return image, [f"{name} is {before[1]} x {before[0]}: {verdict}."]
+
+
+def read_mask(file: Path, image: Path, shape: Sequence[int]) -> Tensor:
+    """Return a mask (height, width) that is 1 where a pixel of the generator's size is known entirely."""
+    sizes: list[tuple[int, int]] = []
+    read_image_file(image, 1, (1, 1), check=lambda *size: sizes.append((size[0], size[1])))
+    mask, _ = read_image_file(file, 1)
+    if (given := tuple(mask.shape[1:])) != sizes[0]:
+        mask_size, image_size = (f"{columns} x {rows}" for rows, columns in (given, sizes[0]))
+        raise ValueError(
+            f"{printable(file)} is {mask_size}, {printable(image)} is {image_size}; a mask must have the size of the "
+            "image."
+        )
+    top, left, rows, columns = middle(sizes[0], shape[1:])
+    known = (mask[0, top : top + rows, left : left + columns] >= 128).double()
+    known = (functional.adaptive_avg_pool2d(known[None], (shape[1], shape[2]))[0] > 0.999).float()
+    for verdict, wrong in (("every pixel", not known.any()), ("no pixel", known.all())):
+        if wrong:
+            raise ValueError(
+                f"{printable(file)} hides {verdict} of the image; pixels that are black in a mask are hidden, white "
+                "ones are known."
+            )
+    return known
+
+
+def middle(before: Sequence[int], after: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of the largest middle part with the proportions of ``after``."""
+    scale = min(before[0] / after[0], before[1] / after[1])
+    rows, columns = (round(scale * length) for length in after)
+    return (before[0] - rows) // 2, (before[1] - columns) // 2, rows, columns
+
+
+def new_strip(image: Path, out: Path | None) -> Path:
+    """Return the file of the strip; raise ValueError if it exists or is no PNG file."""
+    strip = Path(f"{image.stem}-restored.png") if out is None else out
+    if strip.suffix != ".png":
+        raise ValueError(f"--out is {printable(strip)}; it must be a file that ends in .png.")
+    if strip.exists():
+        raise ValueError(f"{printable(strip)} already exists: remove it, or give another file with --out.")
+    return strip

@@ -1,0 +1,169 @@
+"""Sample a trained generator, and interpolate between the latent vectors of two image files."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from equipoise.lab.data.base import batches, spread
+from equipoise.lab.data.files.images import MODES, read_image_file
+from equipoise.lab.files import parse, whole
+from equipoise.lab.printable import printable
+from equipoise.lab.results.segment import write_png
+from equipoise.lab.results.trained import Trained, open_trained, progress_bar
+from equipoise.lab.runs import checkpoints
+from equipoise.lab.runs.folder import Run, RunError
+from equipoise.lab.runs.load import data_of
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.generator.density import DensitySize, LatentDensity, fit_density
+from equipoise.models.generator.model import Generator
+from equipoise.options import require_number
+from equipoise.tasks.generation import fit, shown, squared_error
+
+DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
+STEPS = 40  # joint steps that find the latent vector of an image
+BATCH = 50
+
+
+def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
+    """Return a trained run and its generator; raise RunError for a run of another model."""
+    trained = open_trained(run, machine, weights)
+    if not isinstance(trained.model, Generator):
+        raise RunError(
+            f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
+            "model 'generator', such as one of the recipe jiio/celeba."
+        )
+    return trained, trained.model
+
+
+def sample_images(
+    run: Run,
+    machine: Machine,
+    out: Path,
+    samples: int = 64,
+    *,
+    seed: int = 0,
+    weights: str = "best",
+    latents: int = 2000,
+    folders: Sequence[Path] = (),
+) -> LatentDensity:
+    """Draw images and write them as one grid (.png).
+
+    The first call fits the density to the latent vectors of training images, and keeps it in the run's folder.
+
+    Args:
+        out: file to write; it must not exist.
+        samples: number of images.
+        seed: seed of the samples.
+        latents: number of training images whose latent vectors the density is fitted to.
+        folders: folders to look for the training images in first.
+
+    Example:
+        >>> with this_machine() as machine:
+        ...     sample_images(open_run("runs/jiio-celeba-001"), machine, Path("faces.png"))
+    """
+    require_number("samples", samples, at_least=1, whole=True)
+    require_number("latents", latents, at_least=20, whole=True)
+    require_new_png(out)
+    trained, model = open_generator(run, machine, weights)
+    density = density_of(run, trained, model, weights, latents, folders)
+    x = density.sample(samples, torch.Generator().manual_seed(seed))
+    write_grid(out, decoded(trained, model, x))
+    return density
+
+
+def density_of(
+    run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
+) -> LatentDensity:
+    """Return the density kept in the run's folder, or fit it; a file of other weights is not used."""
+    file = run.folder / DENSITY.format(weights)
+    mark = checkpoints.checksum(checkpoints.model_tensors(model), "")
+    if file.exists():
+        tensors, text = checkpoints.contents(file)
+        with checkpoints.fitting(file):
+            if (facts := parse(text))["weights"] == mark:
+                density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
+                density.load_state_dict(tensors)
+                return density.eval()
+    found = latents_of(run, trained, model, latents, folders)
+    with progress_bar("density", 1) as bar:
+        density = fit_density(found, each=lambda _: bar.refresh())
+    checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark})
+    return density
+
+
+def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
+    """Return the latent vectors of evenly spaced training images."""
+    images = spread(data_of(run, trained.recipe, folders).train, count)
+    device, found = trained.setting.device, []
+    with progress_bar("latent vectors", len(images)) as bar, quiet_failures(), torch.no_grad():
+        for batch in batches(images, torch.arange(len(images)).split(BATCH), device):
+            truth = trained.setting.prepare(trained.task, batch)[0]
+            found.append(fit(model, squared_error, truth, steps=STEPS).x)
+            bar.update(len(truth))
+    return torch.cat(found)
+
+
+def interpolate_images(
+    run: Run, machine: Machine, first: Path, second: Path, out: Path, frames: int = 8, weights: str = "best"
+) -> list[str]:
+    """Write a strip: an image file, images between its latent vector and that of another, and the other file.
+
+    Args:
+        first, second: image files, cropped and resized to the images of the generator.
+        out: file to write (.png); it must not exist.
+        frames: number of images from one latent vector to the other, both included.
+
+    Returns:
+        Remarks on how the files were changed.
+    """
+    require_number("frames", frames, at_least=2, whole=True)
+    require_new_png(out)
+    trained, model = open_generator(run, machine, weights)
+    if model.shape[0] not in MODES:
+        raise RunError(f"the run's images have {model.shape[0]} channels; image files require 1 or 3.")
+    read = [
+        read_image_file(file, model.shape[0], (model.shape[1], model.shape[2]), note_above=1)
+        for file in (first, second)
+    ]
+    given = torch.stack([image for image, _ in read]).to(trained.setting.device)
+    truth = trained.setting.prepare(trained.task, (given,))[0]
+    with quiet_failures(), torch.no_grad():
+        ends = fit(model, squared_error, truth, steps=STEPS).x
+    weight = torch.linspace(0, 1, frames, device=ends.device)[:, None]
+    between = decoded(trained, model, (1 - weight) * ends[0] + weight * ends[1])
+    write_grid(out, torch.cat([truth[:1].cpu(), between, truth[1:].cpu()]), columns=frames + 2)
+    return [note for _, note in read if note]
+
+
+def decoded(trained: Trained, model: Generator, x: Tensor) -> Tensor:
+    """Return the images of latent vectors, on the CPU."""
+    with quiet_failures(), torch.no_grad(), trained.setting.autocast():
+        return torch.cat([model(rows.to(trained.setting.dtype)).cpu() for rows in x.split(BATCH)])
+
+
+def require_new_png(out: Path) -> None:
+    if out.suffix != ".png":
+        raise ValueError(f"--out is {out}; it must be a file that ends in .png.")
+    if out.exists():
+        raise ValueError(f"{printable(out)} already exists: remove it, or give another file with --out.")
+
+
+def write_grid(out: Path, images: Tensor, columns: int | None = None, scale: int | None = None) -> None:
+    """Write images in [-1, 1] side by side, enlarged if they are small, with a narrow white border."""
+    columns = columns or max(1, round(len(images) ** 0.5))
+    height, width = images.shape[2:]
+    scale = scale or max(1, 96 // max(height, width))
+    pixels = (255 * shown(images)).round().byte().repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    pixels = pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
+    rows = -(-len(images) // columns)
+    high, wide = height * scale + 2, width * scale + 2
+    grid = torch.full((rows * high + 2, columns * wide + 2, 3), 255, dtype=torch.uint8)
+    for i, image in enumerate(pixels):
+        top, left = 2 + i // columns * high, 2 + i % columns * wide
+        grid[top : top + high - 2, left : left + wide - 2] = image.permute(1, 2, 0)
+    with whole(out) as part:
+        write_png(part, grid)

@@ -1,0 +1,1 @@
+"""Generators: images from a latent vector through a multiscale equilibrium (JIIO)."""

@@ -1,0 +1,80 @@
+"""Strips of restored test images (figures 7 to 12 of the JIIO paper): given, some steps, restored, truth.
+
+Functions take trained ``runs``, the ``machine``, ``folders`` searched first for data, and the ``path`` of the picture,
+beside which they write their numbers as JSON (None writes none).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from equipoise.lab.data.base import Subset
+from equipoise.lab.results.figures import wrapped
+from equipoise.lab.results.trained import open_trained
+from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.evaluate import prepared, quiet_failures
+from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
+from equipoise.tasks.degradations import Degradation, seeds_of
+from equipoise.tasks.drawing import in_three_colors
+from equipoise.tasks.generation import generator_in, shown
+from equipoise.tasks.restoration import Panel, strip_panels
+
+
+def restorations(
+    runs: Sequence[Run],
+    machine: Machine,
+    folders: Sequence[Path] = (),
+    problem: str = "inpaint",
+    amount: float | None = None,
+    samples: int = 6,
+    steps: int = 100,
+    path: Path | None = None,
+) -> Figure:
+    """Draw strips of random test images restored by each run, all from the same measurements.
+
+    Args:
+        runs: trained generators of images of one size, supervised or not.
+        problem, amount: see :class:`~equipoise.tasks.degradations.Degradation`.
+        samples: number of images.
+        steps: number of joint steps.
+    """
+    check_counts(samples=(samples, 1), steps=(steps, 1))
+    degradation = Degradation(problem, amount)
+    blocks: list[tuple[str, list[Panel]]] = []
+    numbers: list[dict[str, Any]] = []
+    for run in runs:
+        trained = open_trained(run, machine)
+        test = data_of(run, trained.recipe, folders).test
+        (truth, *_) = next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))
+        y, physics = degradation.measure(truth, seeds_of(truth))
+        with quiet_failures(), trained.setting.autocast(), torch.no_grad():
+            panels, restored = strip_panels(generator_in(trained.model), y, physics, truth, steps)
+        blocks.append((run.recipe.title, panels))
+        ratios = {title: ratio.tolist() for title, _, ratio in panels if ratio is not None}
+        numbers.append({**describe(run), "psnr": ratios, "evaluations": restored.optimum.stats.evaluations})
+    write_numbers(path, {"problem": problem, "amount": degradation.amount, "steps": steps, "runs": numbers})
+    return drawn(blocks)
+
+
+def drawn(blocks: Sequence[tuple[str, list[Panel]]]) -> Figure:
+    """Draw a block of strips for each run, one image a row, below each other."""
+    rows, columns = len(blocks[0][1][0][1]), max(len(panels) for _, panels in blocks)
+    figure = Figure(figsize=(1.35 * columns, (1.6 * rows + 0.5) * len(blocks)), layout="constrained")
+    parts = figure.subfigures(len(blocks), 1, squeeze=False)[:, 0]
+    for part, (title, panels) in zip(parts, blocks, strict=True):
+        part.suptitle(wrapped(title), fontsize=10)
+        axes = part.subplots(rows, columns, squeeze=False)
+        for axis in axes.flat:
+            axis.axis("off")
+        for column, (name, images, ratios) in enumerate(panels):
+            for row, image in enumerate(shown(images)):
+                axis = axes[row, column]
+                axis.imshow(in_three_colors(image).permute(1, 2, 0).numpy(), interpolation="nearest")
+                rated = "" if ratios is None else f"{float(ratios[row]):.1f} dB"
+                axis.set_title(f"{name}\n{rated}" if row == 0 else rated, fontsize=7)
+    return figure
