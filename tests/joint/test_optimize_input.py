@@ -671,3 +671,23 @@ def test_signed_steps_find_the_corner_of_a_box():
     x0, z0 = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
     found = eq.optimize_input(problem.f, cost, x0, z0, slope, solver=solver, **options)
     torch.testing.assert_close(found.x, -0.5 * (slope @ problem.M).sign())
+
+
+def test_no_sample_wanders_around_a_saddle_point():
+    """Type-I Anderson may go uphill where the cost curves downwards: without a safeguard, 1 of 400 takes 400 steps."""
+    generator = torch.Generator().manual_seed(36)
+    randn_ = lambda *shape: torch.randn(*shape, generator=generator, dtype=DOUBLE)
+    W, U, b = 0.577 / 8**0.5 * randn_(8, 8), 0.577 * randn_(3, 8), 0.2 * randn_(8)
+    mask = (torch.rand(64, 8, generator=generator, dtype=DOUBLE) > 0.3) / 0.7
+    opt = eq.optimize_input(
+        lambda z, x, y, mask: torch.tanh(0.5 * mask * (z @ W + b) + x @ U),
+        lambda z, x, y, mask: (z - y).square().sum(dim=1) + 0.3 * x.square().sum(dim=1),
+        torch.zeros(64, 3, dtype=DOUBLE),
+        torch.zeros(64, 8, dtype=DOUBLE),
+        randn_(64, 8),
+        mask,
+        tolerance=eq.Tolerance(relative=1e-8, max_steps=400, patience=None),
+        on_failure="ignore",
+    )
+    assert bool(opt.converged.all())
+    assert int(opt.stats.steps.max()) < 200

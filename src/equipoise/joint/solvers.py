@@ -33,6 +33,8 @@ SLOPES = 12  # number of steps over which the largest curvature counts
 SHARE_OF_NEWTON = 0.2  # of the automatic step, relative to 1 / curvature
 MOVED = 0.1  # fraction of the radius that x has to move for its change of g to count
 FARTHEST = 0.35  # fraction of the radius that x moves at most in one step
+FAR = 0.1  # fraction of the radius that counts as a long move of x
+STALE = 10  # number of steps without a lower residual after which long extrapolations of x must not lead uphill
 GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
 RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
 SELECT = ("feasible-cost", "residual", "last", "paper")
@@ -297,13 +299,16 @@ class History:
     v: Tensor  # the last iterate, its gap and its largest residual
     gap: Tensor
     residual: Tensor
+    lowest: Tensor  # residual of each sample so far, and number of steps since
+    stale: Tensor
     seen: int  # number of differences so far
 
     @classmethod
     def empty(cls, state: JointState, memory: int) -> History:
         moves, changes = state.z.new_zeros(2, len(state.z), memory, state.z.shape[1])
         products = state.z.new_zeros(len(state.z), 3, memory, memory)
-        return cls(moves, changes, products, state.z, state.gap, state.kkt.amax(dim=1), 0)
+        residual = state.kkt.amax(dim=1)
+        return cls(moves, changes, products, state.z, state.gap, residual, residual, torch.zeros_like(residual), 0)
 
     def take(self, rows: Tensor) -> History:
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "seen"}
@@ -326,8 +331,8 @@ class JointAnderson(JointSolver):
     v - S gamma + D (G - Y gamma), with D = (1 - damping, step size of x). The weights W of the blocks are
     1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
     the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after
-    extrapolation; a step that is not finite becomes a damped one at the same x, and a sample whose residual grows
-    tenfold starts a new history.
+    extrapolation; a step that is not finite becomes a damped one at the same x; a sample whose residual grows tenfold
+    starts a new history; one that makes no progress for ten steps may not extrapolate x far uphill.
 
     Args:
         memory: number of differences kept.
@@ -375,6 +380,8 @@ class JointAnderson(JointSolver):
         length = row_norms(step[:, joint.x])
         known = (length > 0) & (state.scale[:, 0] > 0)
         share = torch.where(known, (FARTHEST * state.scale[:, 0] / length).clamp_(max=1.0), 1.0)
+        if self.joins and state.memory is not None:
+            step = self.downhill(joint, state, step, share)
         v = torch.addcmul(state.z, share[:, None], step)
         failed = ~finite_rows(step)
         if bool(failed.any()):
@@ -382,6 +389,20 @@ class JointAnderson(JointSolver):
             plain[:, joint.x] = 0
             v = torch.where(failed[:, None], state.z + plain, v)
         return v, history
+
+    def downhill(self, joint: Joint, state: JointState, step: Tensor, share: Tensor) -> Tensor:
+        """Replace long extrapolations of x that lead uphill by plain steps, in samples that make no progress.
+
+        Acceleration looks for any stationary point: where the cost curves downwards, it would go to a saddle point, and
+        may wander around one. Early on, moves against g are useful, since g is inexact as long as mu is.
+        """
+        length = share * row_norms(step[:, joint.x])
+        rise = (step[:, joint.x] * state.gradient).sum(dim=1)
+        uphill = (rise > 0) & (length > FAR * state.scale[:, 0]) & (state.memory.stale >= STALE)
+        if bool(uphill.any()):
+            plain = state.by * (FARTHEST * state.scale[:, 0] / row_norms(state.by)).clamp_(max=1.0)[:, None]
+            step[:, joint.x] = torch.where(uphill[:, None], plain / share[:, None], step[:, joint.x])
+        return step
 
     def mixed(self, joint: Joint, state: JointState, gap: Tensor) -> Tensor:
         """Return D times a gap."""
@@ -403,6 +424,8 @@ class JointAnderson(JointSolver):
         torch.sub(state.z, history.v, out=history.moves[:, new])
         torch.sub(state.gap, history.gap, out=history.changes[:, new])
         history.v, history.gap, history.residual = state.z, state.gap, residual
+        history.stale = torch.where(residual < history.lowest, 0.0, history.stale + 1)
+        history.lowest = torch.minimum(residual, history.lowest)
         left = history.moves if self.kind == 1 else history.changes
         newest = torch.stack([history.changes[:, new], state.gap], dim=1)
         rights = []
