@@ -43,6 +43,18 @@ class Machine:
         """Sum every entry over all processes, in the same order in every one."""
         return {name: self.sum(sums[name].to(torch.float64)) for name in sorted(sums)}
 
+    def gather(self, sums: Sums) -> list[Sums]:
+        """Return the sums of every process, in the order of the processes."""
+        shares: list[Sums] = [{} for _ in range(self.world)]
+        for name in sorted(sums):
+            own = sums[name].to(self.device, torch.float64)
+            each = [torch.empty_like(own) for _ in shares] if self.world > 1 else [own]
+            if self.world > 1:
+                dist.all_gather(each, own)
+            for share, value in zip(shares, each, strict=True):
+                share[name] = value.cpu()
+        return shares
+
     def share(self, value: T | None) -> T:
         """Return the leading process's value in every process; the others may pass None."""
         box: list[Any] = [value]

@@ -559,12 +559,13 @@ class Trainer:
             checkpoints.save(path, checkpoints.model_tensors(self.learner.model), facts)
 
     def save(self) -> None:
-        """Write the last checkpoint, with the epoch's sums over all processes."""
+        """Write the last checkpoint, with the epoch's sums of every process."""
         state = self.state
-        sums = self.machine.total(state.sums)
+        shares = self.machine.gather(state.sums)
         if self.machine.leads:
             tensors, learner = self.learner.saved()
-            tensors |= {f"sums/{name}": value for name, value in sums.items()}
+            for rank, sums in enumerate(shares):
+                tensors |= {f"sums/{rank}/{name}": value for name, value in sums.items()}
             progress = {k: v for k, v in vars(state).items() if k != "sums"} | {"position": asdict(state.position)}
             checkpoints.save(self.run.last, tensors, {**self.model_facts(), "learner": learner, "progress": progress})
         self.machine.wait()
@@ -582,9 +583,7 @@ class Trainer:
         position = Position(**{name: saved["position"][name] for name in checkpoints.POSITION})
         self.check_position(position, saved["best"])
         self.state = TrainingState(**{**saved, "position": position})
-        sums = checkpoints.with_prefix("sums/", tensors)
-        # The saved sums are those of all processes: the leading one continues with them, the others with zeros.
-        self.state.sums = sums if self.machine.leads else {name: torch.zeros_like(t) for name, t in sums.items()}
+        self.state.sums = self.own_sums(tensors)
         phase = min(position.phase, len(self.phases) - 1)
         with checkpoints.fitting(self.run.last):
             if phase:
@@ -594,6 +593,23 @@ class Trainer:
         if self.machine.leads:  # only now is the checkpoint known to be good
             epochs = self.epochs_before[position.phase] + position.epoch
             self.damaged_lines = self.run.trim(position.step, epochs)
+
+    def own_sums(self, tensors: dict[str, Tensor]) -> Sums:
+        """Return this process's sums of the epoch.
+
+        As many processes as before continue with their own, so that numbers are added in the same order. Otherwise the
+        leading one continues with all of them.
+        """
+        shares: dict[str, Sums] = {}
+        for name, value in checkpoints.with_prefix("sums/", tensors).items():
+            rank, _, entry = name.partition("/")
+            shares.setdefault(rank, {})[entry] = value
+        if shares.keys() == {str(rank) for rank in range(self.machine.world)}:
+            return shares[str(self.machine.rank)]
+        total: Sums = {}
+        for sums in shares.values():
+            add(total, sums)
+        return total if self.machine.leads else {name: torch.zeros_like(value) for name, value in total.items()}
 
     def check_position(self, position: Position, best: dict[str, Any] | None) -> None:
         """Raise for a position, or a phase of the best weights, that the recipe does not have."""
