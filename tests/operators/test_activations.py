@@ -288,6 +288,11 @@ def test_options_compare_and_show_themselves():
 # BorderZero
 
 
+def assert_rounded(found, expected):
+    """Equal to rounding: an entry's last bit may depend on whether the processor computed it in a vector or alone."""
+    torch.testing.assert_close(found, expected, rtol=4e-15, atol=4e-15)
+
+
 @every
 @pytest.mark.parametrize("size", [(4, 3), (4, 5), (6, 5), (1, 1)])
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
@@ -308,9 +313,12 @@ def test_a_border_is_zero_and_the_inside_as_without(act, size, alpha):
         expected[:, :, :h, :w] = whole(x)[:, :, :h, :w]
         for image in (x, x.contiguous(), x.to(memory_format=torch.channels_last), x.mT.contiguous().mT):
             found = mine(image)
-            assert torch.equal(found, expected)
+            assert_rounded(found, expected)
+            border = torch.ones_like(x, dtype=torch.bool)
+            border[:, :, :h, :w] = False
+            assert torch.equal(found[border], expected[border])
             assert found.stride() == image.stride()
-        assert torch.equal(mine(x[:1].expand(4, -1, -1, -1)), mine(x[:1]).expand(4, -1, -1, -1))
+        assert_rounded(mine(x[:1].expand(4, -1, -1, -1)), mine(x[:1]).expand(4, -1, -1, -1))
     assert torch.equal(x, kept)
     inside_zero = torch.zeros_like(x)
     assert torch.equal(bordered.function(inside_zero)[:, :, h:], inside_zero[:, :, h:])
