@@ -3,8 +3,9 @@
     last.safetensors    everything needed to continue: model, optimizer, schedule, position, sums of the current epoch
     best.safetensors    the model with the best validation metric so far
 
-Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/PROCESS/NAME``. The states of random number generators
-are not saved: every step seeds them from the run's seed and the step number. The header has a checksum of the rest.
+Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/PROCESS/NAME``. The states of random number
+generators are not saved: every step seeds them from the run's seed and the step number. The header has a checksum of
+the rest.
 
 A checkpoint may come from anywhere. Its shape is checked before anything in it is used, and code from outside the
 package that it names is not imported unless the caller trusts it.
