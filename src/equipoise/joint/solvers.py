@@ -34,7 +34,7 @@ SHARE_OF_NEWTON = 0.2  # of the automatic step, relative to 1 / curvature
 MOVED = 0.1  # fraction of the radius that x has to move for its change of g to count
 FARTHEST = 0.35  # fraction of the radius that x moves at most in one step
 FAR = 0.1  # fraction of the radius that counts as a long move of x
-STALE = 10  # number of steps without a lower residual after which long extrapolations of x must not lead uphill
+STALE = 20  # number of steps without progress after which long extrapolations of x must not lead uphill
 GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
 RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
 SELECT = ("feasible-cost", "residual", "last", "paper")
@@ -299,8 +299,8 @@ class History:
     v: Tensor  # the last iterate, its gap and its largest residual
     gap: Tensor
     residual: Tensor
-    lowest: Tensor  # residual of each sample so far, and number of steps since
-    stale: Tensor
+    lowest: Tensor  # residual of each sample so far
+    stale: Tensor  # number of steps since the residual was lowest, or an iterate preferred
     seen: int  # number of differences so far
 
     @classmethod
@@ -332,7 +332,7 @@ class JointAnderson(JointSolver):
     1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
     the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after
     extrapolation; a step that is not finite becomes a damped one at the same x; a sample whose residual grows tenfold
-    starts a new history; one that makes no progress for ten steps may not extrapolate x far uphill.
+    starts a new history; one without progress for 20 steps may not extrapolate x far uphill.
 
     Args:
         memory: number of differences kept.
@@ -424,7 +424,7 @@ class JointAnderson(JointSolver):
         torch.sub(state.z, history.v, out=history.moves[:, new])
         torch.sub(state.gap, history.gap, out=history.changes[:, new])
         history.v, history.gap, history.residual = state.z, state.gap, residual
-        history.stale = torch.where(residual < history.lowest, 0.0, history.stale + 1)
+        history.stale = torch.where((residual < history.lowest) | state.better, 0.0, history.stale + 1)
         history.lowest = torch.minimum(residual, history.lowest)
         left = history.moves if self.kind == 1 else history.changes
         newest = torch.stack([history.changes[:, new], state.gap], dim=1)
