@@ -54,8 +54,8 @@ def runs(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("work")
     (folder / "data/blobs/all").mkdir(parents=True)
-    for i in range(10):
-        Image.new("RGB", (16, 16), (20 * i, 100, 255 - 20 * i)).save(folder / f"data/blobs/all/{i}.png")
+    for i in range(30):
+        Image.new("RGB", (16, 16), (8 * i, 100, 255 - 8 * i)).save(folder / f"data/blobs/all/{i}.png")
     for name in ("true", "false"):
         (folder / f"{name}.toml").write_text(BLOBS.format(supervised=name))
         words = ["--data", folder / "data", "--runs", folder / "runs", "--threads", "1"]
@@ -76,6 +76,21 @@ def test_runs_restore_the_same_measurements(runs, tmp_path):
     assert first["filled"][0] > first["restored"][0]
     titles = [part.get_suptitle() for part in figure.subfigs]
     assert titles == ["Blobs", "Blobs"]
+
+
+def test_strips_can_start_from_generated_images(runs, tmp_path):
+    """Both runs restore the samples of the first, which the second could not have drawn."""
+    path = tmp_path / "strips.png"
+    with this_machine("cpu", 1) as machine:
+        options = {"folders": [runs[0].folder.parents[1] / "data"], "samples": 2, "steps": 4, "amount": 5}
+        restorations(runs, machine, **options, source="generated", path=path)
+        with pytest.raises(ValueError, match="source is 'web'; allowed: 'test', 'generated'"):
+            restorations(runs, machine, **options, source="web")
+    numbers = json.loads(path.with_suffix(".json").read_text())
+    assert numbers["source"] == "generated"
+    assert [(run.folder / "density-best.safetensors").exists() for run in runs] == [True, False]
+    first, second = (run["psnr"]["given"] for run in numbers["runs"])
+    assert first == pytest.approx(second)
 
 
 def test_a_supervised_run_changes_its_weights(runs):

@@ -25,6 +25,7 @@ from equipoise.tasks.generation import fit, shown, squared_error
 
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
+LATENTS = 2000  # training images whose latent vectors the density is fitted to
 BATCH = 50
 
 
@@ -47,7 +48,7 @@ def sample_images(
     *,
     seed: int = 0,
     weights: str = "best",
-    latents: int = 2000,
+    latents: int = LATENTS,
     folders: Sequence[Path] = (),
 ) -> LatentDensity:
     """Draw images and write them as one grid (.png).

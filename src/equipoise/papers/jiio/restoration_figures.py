@@ -1,4 +1,4 @@
-"""Strips of restored test images (figures 7 to 12 of the JIIO paper): given, some steps, restored, truth.
+"""Strips of restored images (figures 7 to 12 of the JIIO paper): given, some steps, restored, truth.
 
 Functions take trained ``runs``, the ``machine``, ``folders`` searched first for data, and the ``path`` of the picture,
 beside which they write their numbers as JSON (None writes none).
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
-from equipoise.lab.results.trained import open_trained
+from equipoise.lab.results.sample import LATENTS, decoded, density_of
+from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
@@ -24,6 +26,8 @@ from equipoise.tasks.drawing import in_three_colors
 from equipoise.tasks.generation import generator_in, shown
 from equipoise.tasks.restoration import Panel, strip_panels
 
+SOURCES = ("test", "generated")
+
 
 def restorations(
     runs: Sequence[Run],
@@ -33,32 +37,53 @@ def restorations(
     amount: float | None = None,
     samples: int = 6,
     steps: int = 100,
+    source: str = "test",
     path: Path | None = None,
 ) -> Figure:
-    """Draw strips of random test images restored by each run, all from the same measurements.
+    """Draw strips of images restored by each run, all from the same measurements.
 
     Args:
         runs: trained generators of images of one size, supervised or not.
         problem, amount: see :class:`~equipoise.tasks.degradations.Degradation`.
         samples: number of images.
         steps: number of joint steps.
+        source: "test" for random test images, "generated" for samples of the first run, which may be shown where the
+            terms of the data set forbid showing its images.
     """
     check_counts(samples=(samples, 1), steps=(steps, 1))
+    if source not in SOURCES:
+        raise ValueError(f"source is {source!r}; allowed: {', '.join(map(repr, SOURCES))}.")
     degradation = Degradation(problem, amount)
     blocks: list[tuple[str, list[Panel]]] = []
     numbers: list[dict[str, Any]] = []
+    truth = None
     for run in runs:
         trained = open_trained(run, machine)
-        test = data_of(run, trained.recipe, folders).test
-        (truth, *_) = next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))
+        if truth is None or source == "test":
+            truth = (images_of_test if source == "test" else generated_images)(run, trained, samples, folders)
         y, physics = degradation.measure(truth, seeds_of(truth))
         with quiet_failures(), trained.setting.autocast(), torch.no_grad():
             panels, restored = strip_panels(generator_in(trained.model), y, physics, truth, steps)
         blocks.append((run.recipe.title, panels))
         ratios = {title: ratio.tolist() for title, _, ratio in panels if ratio is not None}
         numbers.append({**describe(run), "psnr": ratios, "evaluations": restored.optimum.stats.evaluations})
-    write_numbers(path, {"problem": problem, "amount": degradation.amount, "steps": steps, "runs": numbers})
+    facts = {"problem": problem, "amount": degradation.amount, "steps": steps, "source": source}
+    write_numbers(path, {**facts, "runs": numbers})
     return drawn(blocks)
+
+
+def images_of_test(run: Run, trained: Trained, samples: int, folders: Sequence[Path]) -> Tensor:
+    """Return random test images in [-1, 1]."""
+    test = data_of(run, trained.recipe, folders).test
+    return next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))[0]
+
+
+def generated_images(run: Run, trained: Trained, samples: int, folders: Sequence[Path]) -> Tensor:
+    """Return images in [-1, 1] that the run generates from its density of latent vectors."""
+    model = generator_in(trained.model)
+    density = density_of(run, trained, model, "best", LATENTS, folders)
+    x = density.sample(samples, torch.Generator().manual_seed(0))
+    return decoded(trained, model, x).clamp(-1, 1).to(trained.setting.device)
 
 
 def drawn(blocks: Sequence[tuple[str, list[Panel]]]) -> Figure:
