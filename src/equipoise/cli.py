@@ -440,18 +440,21 @@ def picture(default: str) -> Argument:
     return path("-o", "--out", default=Path(default), metavar="FILE", help=f"picture to write (default: {default})")
 
 
+LATENTS = argument(
+    "--latents",
+    type=int,
+    default=2000,
+    metavar="N",
+    help="training images to whose latent vectors the density is fitted, the first time (default 2000)",
+)
+
+
 @command(
     "equipoise sample runs/jiio-celeba-001 -n 64 -o faces.png",
     *(*RUN, picture("samples.png"), TRUST, DATA, *MACHINE),
     argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default 64)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
-    argument(
-        "--latents",
-        type=int,
-        default=2000,
-        metavar="N",
-        help="training images to whose latent vectors the density is fitted, the first time (default 2000)",
-    ),
+    LATENTS,
 )
 def sample(arguments: argparse.Namespace) -> None:
     """Generate images with a trained generator."""
@@ -474,6 +477,44 @@ def sample(arguments: argparse.Namespace) -> None:
     kind = "diagonal" if size.diagonal else "full"
     print(f"written           {printable(arguments.out)}")
     print(f"density           {size.components} Gaussians ({kind} covariance) of codes of {size.code} numbers")
+
+
+@command(
+    "equipoise distance runs/jiio-celeba-001 -n 1000 --features classifier",
+    *(*RUN, TRUST, DATA, *MACHINE),
+    argument("-n", "--images", type=int, default=1000, metavar="N", help="number of test images (default 1000)"),
+    argument(
+        "--features",
+        choices=("classifier", "inception"),
+        default="classifier",
+        help="network whose features are compared: a small classifier that is part of equipoise, or the FID's "
+        "Inception network, whose file you supply (default: classifier)",
+    ),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
+    LATENTS,
+    path("--json", metavar="FILE", help="also write the numbers to a file"),
+)
+def distance(arguments: argparse.Namespace) -> None:
+    """Compare test images with the images of a trained generator by a Fréchet distance, such as the FID."""
+    from equipoise.lab.files import write_json
+    from equipoise.lab.results.distance import run_distances
+
+    names = ("seed", "weights", "latents")
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        options = {name: getattr(arguments, name) for name in names}
+        run, features = open_run(arguments), arguments.features
+        found = run_distances(run, machine, features, arguments.images, folders=arguments.data, **options)
+    print(f"distance          {found.distance} from {found.images} test images")
+    print(f"features          {found.features}")
+    print(f"reconstructions   {found.reconstructions:.4g}")
+    print(f"samples           {found.samples:.4g} ({found.images} samples)")
+    print(f"training images   {found.training:.4g} ({found.training_images} training images, for comparison)")
+    if found.note:
+        print(f"note              {found.note}")
+    if arguments.json:
+        write_json(arguments.json, found.record())
 
 
 @command(

@@ -1172,7 +1172,7 @@ def test_the_wheel_has_every_recipe():
     root = Path(__file__).parents[3]
     included = {file.distribution_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
     for path in (root / "src" / "equipoise").rglob("*"):
-        if path.suffix in (".toml", ".py", ".jinja"):
+        if path.suffix in (".toml", ".py", ".jinja", ".safetensors"):
             assert path.relative_to(root / "src").as_posix() in included
     assert any(path.endswith("papers/core/digits.toml") for path in included)
 

@@ -1,13 +1,13 @@
 """Sample a trained generator, and interpolate between the latent vectors of two image files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.base import batches, spread
+from equipoise.lab.data.base import Split, batches, spread
 from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.files import parse, whole
 from equipoise.lab.printable import printable
@@ -99,13 +99,18 @@ def density_of(
 def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
     """Return the latent vectors of evenly spaced training images."""
     images = spread(data_of(run, trained.recipe, folders).train, count)
-    device, found = trained.setting.device, []
+    found = []
     with progress_bar("latent vectors", len(images)) as bar, quiet_failures(), torch.no_grad():
-        for batch in batches(images, torch.arange(len(images)).split(BATCH), device):
-            truth = trained.setting.prepare(trained.task, batch)[0]
+        for truth in prepared(trained, images):
             found.append(fit(model, squared_error, truth, steps=STEPS).x)
             bar.update(len(truth))
     return torch.cat(found)
+
+
+def prepared(trained: Trained, images: Split) -> Iterator[Tensor]:
+    """Yield the images of a split in batches, as the model makes them: in [-1, 1], on its device."""
+    for batch in batches(images, torch.arange(len(images)).split(BATCH), trained.setting.device):
+        yield trained.setting.prepare(trained.task, batch)[0]
 
 
 def interpolate_images(

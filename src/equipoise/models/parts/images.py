@@ -75,6 +75,13 @@ def require_shape(images: Tensor, shape: tuple[int, ...], reason: str) -> None:
         )
 
 
+def as_rgb(images: Tensor) -> Tensor:
+    """Return images, (batch, 1 or 3, height, width), with three channels; that of gray images is repeated."""
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(f"images have shape {tuple(images.shape)}; it must be (batch, 1 or 3, height, width).")
+    return images.expand(-1, 3, -1, -1)
+
+
 def conv_norm_relu(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False, affine: bool = True
 ) -> nn.Sequential:

@@ -1,0 +1,125 @@
+"""Distances between the test images of a generator's run and the images that it makes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.lab.data.base import spread
+from equipoise.lab.results.features import Features, open_features
+from equipoise.lab.results.sample import BATCH, STEPS, decoded, density_of, open_generator, prepared
+from equipoise.lab.results.trained import progress_bar
+from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of
+from equipoise.lab.runs.machine import Machine
+from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.options import require_number
+from equipoise.tasks.frechet import FeatureStatistics, frechet_distance
+from equipoise.tasks.generation import fit, shown, squared_error
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Fréchet distances between test images and other images.
+
+    Args:
+        distance: name of the distance.
+        features: what the features are.
+        images: number of test images, and of samples.
+        training_images: number of training images.
+        reconstructions, samples, training: distance of each set of images from the test images.
+        note: remark on the number of images; empty if there is none.
+    """
+
+    distance: str
+    features: str
+    images: int
+    training_images: int
+    reconstructions: float
+    samples: float
+    training: float
+    note: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as JSON."""
+        return asdict(self)
+
+
+def run_distances(
+    run: Run,
+    machine: Machine,
+    features: str = "classifier",
+    images: int = 1000,
+    *,
+    seed: int = 0,
+    weights: str = "best",
+    latents: int = 2000,
+    folders: Sequence[Path] = (),
+) -> Distances:
+    """Compare test images with their reconstructions, with samples, and with training images.
+
+    The distance between training and test images shows how small a distance can get with that many images.
+
+    Args:
+        features: "classifier" or "inception", see :func:`~equipoise.lab.results.features.open_features`.
+        images: number of test images, evenly spaced; all if there are fewer. As many samples are drawn, and as many
+            training images taken.
+        seed: seed of the samples.
+        latents: number of training images whose latent vectors the density is fitted to, unless the run has one.
+        folders: folders to look for the data in first.
+
+    Example:
+        >>> with this_machine() as machine:
+        ...     print(run_distances(open_run("runs/jiio-celeba-001"), machine).samples)
+    """
+    require_number("images", images, at_least=2, whole=True)
+    require_number("latents", latents, at_least=20, whole=True)
+    trained, model = open_generator(run, machine, weights)
+    network = open_features(features, folders)
+    network.network.to(trained.setting.device)
+    data = data_of(run, trained.recipe, folders)
+    test = spread(data.test, images)
+    train = spread(data.train, len(test))
+    density = density_of(run, trained, model, weights, latents, folders)
+    x = density.sample(len(test), torch.Generator().manual_seed(seed))
+    truth, reconstructions, samples, training = (FeatureStatistics() for _ in range(4))
+    with progress_bar("distances", 2 * len(test) + len(train)) as bar:
+
+        def add(statistics: FeatureStatistics, images: Tensor) -> None:
+            statistics.add(network(as_files(images).to(trained.setting.device)))
+            bar.update(0 if statistics is truth else len(images))
+
+        for batch in prepared(trained, test):
+            add(truth, batch)
+            with quiet_failures(), torch.no_grad():
+                found = fit(model, squared_error, batch, steps=STEPS).x
+            add(reconstructions, decoded(trained, model, found))
+        for rows in x.split(BATCH):
+            add(samples, decoded(trained, model, rows))
+        for batch in prepared(trained, train):
+            add(training, batch)
+    return Distances(
+        network.distance,
+        network.about,
+        len(test),
+        len(train),
+        *(frechet_distance(truth, other) for other in (reconstructions, samples, training)),
+        note=few(network, len(test)),
+    )
+
+
+def as_files(images: Tensor) -> Tensor:
+    """Return images in [-1, 1] as images in [0, 1] of 256 levels, which image files have."""
+    return (255 * shown(images)).round() / 255
+
+
+def few(network: Features, images: int) -> str:
+    if images > network.count:
+        return ""
+    return (
+        f"{images} images are too few for the covariance of {network.count} features: the distance is too large. Use "
+        f"-n {10 * network.count} or more if there are as many test images."
+    )
