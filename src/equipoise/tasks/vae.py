@@ -34,7 +34,7 @@ def vae_in(model: nn.Module) -> MDEQVAE:
     model = unwrapped(model)
     if not isinstance(model, MDEQVAE):
         raise ValueError(
-            f"the model is a {type(model).__name__}; the task 'vae' needs one with an encoder and a decoder: 'mdeq-vae'."
+            f"the model is a {type(model).__name__}; the task 'vae' needs one with encoder and decoder: 'mdeq-vae'."
         )
     return model
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.models.generator import model as generator
-from equipoise.models.generator.vae import SIZES, MDEQVAE
+from equipoise.models.generator.vae import MDEQVAE, SIZES
 from tiny_vae import tiny_vae
 
 
@@ -53,15 +53,25 @@ def test_forward_is_the_image_of_the_mean():
         torch.testing.assert_close(torch.cat(model.encode(images), dim=1), model.encoder((images + 1) / 2))
 
 
-def test_codes_do_not_depend_on_the_rest_of_the_batch():
-    """In training, too: the paper replaces every BatchNorm."""
-    model, images = tiny_vae().train(), images_of()
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+def test_samples_are_independent():
+    """Codes in evaluation; images always, since latent vectors of the decoder are optimised jointly with its state."""
+    model, images = tiny_vae().eval(), images_of()
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.decoder.modules())
     with torch.no_grad():
         together, alone = model.encode(images), model.encode(images[1:2])
     for every, one in zip(together, alone, strict=True):
         torch.testing.assert_close(every[1:2], one)
     assert (together[0][0] - together[0][1]).abs().max() > 1e-3
+
+
+def test_means_of_an_untrained_encoder_vary_more_than_the_noise():
+    model = MDEQVAE((1, 16, 16), size="small-2", latent=8)
+    model.encoder.equilibrium.on_failure = "ignore"
+    smooth = nn.functional.interpolate(images_of(32, (1, 4, 4)).float(), (16, 16), mode="bilinear")
+    with torch.no_grad():
+        mean, log_variance = model.encode(smooth)
+    assert mean.std(dim=0).mean() > (log_variance / 2).exp().mean()
+    assert mean.mean(dim=0).abs().max() < 1
 
 
 def test_gradients_reach_every_weight():

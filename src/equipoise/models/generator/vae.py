@@ -5,9 +5,9 @@ S. Gurumurthy, S. Bai, Z. Manchester, J. Z. Kolter, "Joint inference and input o
 """
 
 import dataclasses
-import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.models.generator.model import NUMBERS as SHARED
@@ -23,15 +23,17 @@ SIZES = {  # of the encoder; the decoder is the generator of the same name
     "small": MDEQSize((16, 32, 64), (8, 16, 32), 256, downsamplings=1),
     "small-2": MDEQSize((16, 32), (8, 16), 256, downsamplings=1),
 }
-PER_GROUP = 4  # channels of a group at least, so that normalising does not remove what is averaged over the image
+GAIN, LOG_VARIANCE = 4.0, -2.0  # of an untrained encoder, see initialise_codes
 
 
 class MDEQVAE(nn.Module):
     """Map images in [-1, 1] to their reconstructions, the images of the means of their latent vectors.
 
-    The encoder is an MDEQ whose classification head gives mean and log variance, with GroupNorm for BatchNorm, as in
-    the paper. ``decoder`` is a :class:`~equipoise.models.generator.model.Generator`, for which latent vectors can also
-    be found by joint optimisation ("MDEQ-VAE w/ JIIO"): tasks and commands that need a generator use it.
+    The encoder is an :class:`~equipoise.models.mdeq.model.MDEQ` whose classification head gives mean and log variance.
+    Its stem and head have BatchNorm, where the paper has GroupNorm to keep samples of a joint optimisation apart, of
+    which the encoder is no part. ``decoder`` is a :class:`~equipoise.models.generator.model.Generator`, for which
+    latent vectors can also be found by joint optimisation ("MDEQ-VAE w/ JIIO"): tasks and commands that need a
+    generator use it.
 
     Args:
         shape: shape of one image, (channels, height, width).
@@ -60,7 +62,7 @@ class MDEQVAE(nn.Module):
         self.shape, self.latent = self.decoder.shape, self.decoder.latent
         cell = {name: options[name] for name in ("activation", "weight_norm") if name in options}
         self.encoder = MDEQ(shape, classes=2 * self.latent, **cell, **dataclasses.asdict(self.size))
-        replace_batch_norms(self.encoder, self.size.groups)
+        initialise_codes(self.encoder.head.get_submodule("classify"), self.latent)  # type: ignore[arg-type]
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the latent vectors of images, each (batch, latent)."""
@@ -72,12 +74,15 @@ class MDEQVAE(nn.Module):
         return self.decoder(self.encode(images)[0])
 
 
-def replace_batch_norms(module: nn.Module, groups: int) -> None:
-    """Replace every BatchNorm by a GroupNorm, of at most ``groups`` groups, so that samples are independent."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.BatchNorm2d):
-            channels = child.num_features
-            count = math.gcd(groups, channels, max(1, channels // PER_GROUP))
-            setattr(module, name, nn.GroupNorm(count, channels, affine=child.affine))
-        else:
-            replace_batch_norms(child, groups)
+def initialise_codes(layer: nn.Linear, latent: int) -> None:
+    """Let the latent vectors depend on the image from the start: their means vary more than their noise.
+
+    Averages over the image hardly differ between images, so that small random weights would drown them in the noise of
+    variance 1, and the decoder would learn to ignore them. Rows of zero sum cancel what all averages have in common.
+    """
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+        nn.init.normal_(layer.weight[:latent], std=GAIN / layer.in_features**0.5)
+        layer.weight[:latent] -= layer.weight[:latent].mean(dim=1, keepdim=True)
+        layer.bias[latent:] = LOG_VARIANCE
