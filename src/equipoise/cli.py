@@ -443,9 +443,9 @@ def picture(default: str) -> Argument:
 LATENTS = argument(
     "--latents",
     type=int,
-    default=2000,
     metavar="N",
-    help="training images to whose latent vectors the density is fitted, the first time (default 2000)",
+    help="training images to whose latent vectors the density is fitted, the first time (default 2000; a VAE has a "
+    "prior, which is used unless this is given)",
 )
 
 
@@ -473,10 +473,13 @@ def sample(arguments: argparse.Namespace) -> None:
             latents=arguments.latents,
             folders=arguments.data,
         )
-    size = density.size
-    kind = "diagonal" if size.diagonal else "full"
     print(f"written           {printable(arguments.out)}")
-    print(f"density           {size.components} Gaussians ({kind} covariance) of codes of {size.code} numbers")
+    if density is None:
+        print("density           prior of the VAE, N(0, I)")
+    else:
+        size = density.size
+        kind = "diagonal" if size.diagonal else "full"
+        print(f"density           {size.components} Gaussians ({kind} covariance) of codes of {size.code} numbers")
 
 
 @command(

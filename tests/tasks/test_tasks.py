@@ -15,6 +15,7 @@ from torch.nn import functional
 from equipoise.lab.training.evaluate import add
 from equipoise.models.few_shot.model import FewShotMDEQ
 from equipoise.models.generator.model import Generator
+from equipoise.models.generator.vae import MDEQVAE
 from equipoise.models.opteq.model import OptEq, POptEq
 from equipoise.tasks import TASKS, Task
 from equipoise.tasks.augmentation import flip, shift
@@ -219,7 +220,7 @@ def test_what_a_task_need_not_have():
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_every_task_keeps_the_contract(name):
-    makes_images = name in ("generation", "restoration")
+    makes_images = name in ("generation", "restoration", "vae")
     task = TASKS[name]() if makes_images else TASKS[name](class_names=NAMES)
     assert isinstance(task, Task)
     images, labels = batch_of(6)
@@ -228,6 +229,9 @@ def test_every_task_keeps_the_contract(name):
         images, model = torch.rand(2, 1, 24, 24), Generator((1, 24, 24), latent=4, size="small-2", channels=(8, 8))
         model.equilibrium.on_failure = "ignore"
         task.steps = task.train_steps = 8  # type: ignore[attr-defined]
+    if name == "vae":
+        model = MDEQVAE((1, 24, 24), latent=4, size="small-2", channels=(8, 8), expansion=1.0)
+        model.encoder.equilibrium.on_failure = model.decoder.equilibrium.on_failure = "ignore"
     if name == "segmentation":  # a class for every pixel
         labels, model = labels[:, None, None].expand(-1, *images.shape[2:]), nn.Conv2d(images.shape[1], len(NAMES), 1)
     elif name == "augmented-classification":

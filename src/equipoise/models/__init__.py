@@ -16,6 +16,7 @@ MODELS = Registry(
         "popteq": "equipoise.models.opteq.model:POptEq",
         "mopteq": "equipoise.models.opteq.model:MOptEq",
         "generator": "equipoise.models.generator.model:Generator",
+        "mdeq-vae": "equipoise.models.generator.vae:MDEQVAE",
         "few-shot-mdeq": "equipoise.models.few_shot.model:FewShotMDEQ",
     },
     nn.Module,

@@ -12,6 +12,7 @@ TASKS = Registry(
         "segmentation": "equipoise.tasks.segmentation:Segmentation",
         "generation": "equipoise.tasks.generation:Generation",
         "restoration": "equipoise.tasks.restoration:Restoration",
+        "vae": "equipoise.tasks.vae:VAE",
         "few-shot": "equipoise.tasks.few_shot:FewShot",
     },
     Task,

@@ -16,6 +16,7 @@ from equipoise.joint import JointGradient, Optimum, optimize_input
 from equipoise.joint.optimize_input import GRADIENT, SOLVER
 from equipoise.joint.solvers import JointSolver
 from equipoise.models.generator.model import Generator
+from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require
 from equipoise.solvers import Progress
 from equipoise.stability import jacobian_penalty
@@ -35,10 +36,14 @@ GRADIENTS = ("implicit", "envelope")
 
 
 def generator_in(model: nn.Module) -> Generator:
-    """Return the generator inside a wrapper; raise ValueError for another model."""
+    """Return the generator inside a wrapper, or the decoder of a VAE; raise ValueError for another model."""
     model = unwrapped(model)
+    if isinstance(model, MDEQVAE):
+        return model.decoder
     if not isinstance(model, Generator):
-        raise ValueError(f"the model is a {type(model).__name__}; this needs one that generates images: 'generator'.")
+        raise ValueError(
+            f"the model is a {type(model).__name__}; this needs one that generates images: 'generator' or 'mdeq-vae'."
+        )
     return model
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from equipoise.gradients.implicit import ImplicitGradient
 from equipoise.joint import DetachedGradient, JointGradient, KKTGradient
 from equipoise.models.generator.model import Generator
+from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require
 from equipoise.solvers import Progress
 from equipoise.stability import jacobian_penalty
@@ -36,7 +37,8 @@ from equipoise.tasks.restore_images import (
     restore,
     restore_by_adam,
 )
-from equipoise.tasks.wrapped import inside
+from equipoise.tasks.vae import VAE
+from equipoise.tasks.wrapped import inside, unwrapped
 from equipoise.tolerance import Tolerance
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class Restoration(Task):
         problem, amount: see :class:`~equipoise.tasks.degradations.Degradation`.
         steps: number of joint steps that find the latent vectors.
         train_steps: number of joint steps in training; None for ``steps``.
-        supervised: whether to train for the problem; otherwise as for the task "generation".
+        supervised: whether to train for the problem; otherwise as for the task "generation" or, if the model is a VAE,
+            for the task "vae". Supervised training of a VAE trains its decoder alone.
         gradient: "exact" differentiates the KKT conditions (eq. 16 and 17); "detached" holds x* constant, as the
             authors' code does.
         backward_steps: number of steps of the backward solve.
@@ -69,6 +72,7 @@ class Restoration(Task):
         jacobian, probes, penalty_from: see :class:`~equipoise.tasks.generation.Generation`.
         adam: whether to measure Adam on x, too, at as many evaluations of f as there are ``steps``.
         also: further problems to evaluate, each a name and an amount, as "denoise 0.4".
+        beta: see :class:`~equipoise.tasks.vae.VAE`; used in unsupervised training of a VAE only.
 
     Example:
         >>> Restoration("inpaint", 20, also=["denoise 0.2", "denoise 0.4"])
@@ -91,6 +95,7 @@ class Restoration(Task):
         penalty_from: int = 15,
         adam: bool = False,
         also: Sequence[str] = (),
+        beta: float | None = None,
     ):
         self.degradation = Degradation(problem, amount)
         self.also = {name: degradation_of(name) for name in also}
@@ -105,6 +110,9 @@ class Restoration(Task):
         require(self, "proximal", at_least=0)
         require(self, "gradient", among=GRADIENTS)
         self.generation = Generation(self.train_steps, jacobian=jacobian, probes=probes, penalty_from=penalty_from)
+        self.beta, self.vae = beta, VAE() if beta is None else VAE(beta)
+        if beta is not None and supervised:
+            raise ValueError(f"beta is {beta}; it weighs the loss of a VAE in unsupervised training: supervised=False.")
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
         return self.generation.prepare(batch, dtype)
@@ -118,7 +126,7 @@ class Restoration(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         if not self.supervised:
-            return self.generation.loss(model, batch)
+            return self.unsupervised(model).loss(model, batch)
         truth = batch[0]
         y, physics = self.degradation.measure(truth, random_seeds(len(truth)))
         weight, sums = self.generation.jacobian, {}
@@ -134,6 +142,18 @@ class Restoration(Task):
             return errors.mean() + weight * penalty
 
         return inside(model, generator_in(model), forward), sums
+
+    def unsupervised(self, model: nn.Module) -> Task:
+        """Return the task that trains a model as a prior: "vae" for a VAE, "generation" for a generator."""
+        is_vae, weight = isinstance(unwrapped(model), MDEQVAE), self.generation.jacobian
+        if is_vae and weight:
+            raise ValueError(
+                f"jacobian is {weight}; a VAE is trained without joint steps: leave it out, and give the weight of the "
+                "penalty in the recipe's section [jacobian]."
+            )
+        if not is_vae and self.beta is not None:
+            raise ValueError(f"beta is {self.beta}; it weighs the loss of a VAE: leave it out, or use 'mdeq-vae'.")
+        return self.vae if is_vae else self.generation
 
     def differentiable(
         self, generator: Generator, y: Tensor, physics: LinearPhysics
@@ -227,6 +247,7 @@ NAMES = (
     "loss",
     "misfit",
     "penalty",
+    "kl",
 )
 
 

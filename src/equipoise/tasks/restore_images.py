@@ -122,7 +122,10 @@ def measured(physics: Physics, images: Tensor, rows: Tensor, batch: int) -> Tens
 def check_measurements(generator: Generator, y: Tensor, physics: Physics) -> None:
     """Raise unless the measurements have the shape that the operator gives images of the generator."""
     if not isinstance(generator, Generator):
-        raise TypeError(f"generator is a {type(generator).__name__}; it must be an equipoise.models.Generator.")
+        raise TypeError(
+            f"generator is a {type(generator).__name__}; it must be an equipoise.models.Generator, as is the decoder "
+            "of a VAE."
+        )
     if not isinstance(y, Tensor) or not y.is_floating_point() or not y.dim():
         given = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
         raise TypeError(f"y is {given}; it must be a floating-point tensor of measurements, batch first.")

@@ -15,15 +15,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def inside(model: nn.Module, module: Model, function: Callable[[Model], Tensor]) -> Tensor:
-    """Return ``function(module)``, computed as the forward pass of ``model``, which is ``module`` or wraps it.
+    """Return ``function(module)``, computed as the forward pass of ``model``, which is or has ``module`` or wraps it.
 
-    A wrapper averages only gradients of what its own forward pass computes. The function must not call ``module``
-    itself, only its parts.
+    A wrapper averages only gradients of what its own forward pass computes. The function must not call the wrapped
+    model itself, only its parts.
     """
-    if model is module:
+    inner = unwrapped(model)
+    if model is inner:
         return function(module)
-    module.forward = lambda: function(module)
+    inner.forward = lambda: function(module)
     try:
         return model()
     finally:
-        del module.forward
+        del inner.forward

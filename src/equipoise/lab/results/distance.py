@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.lab.data.base import spread
 from equipoise.lab.results.features import Features, open_features
-from equipoise.lab.results.sample import BATCH, STEPS, decoded, density_of, open_generator, prepared
+from equipoise.lab.results.sample import BATCH, STEPS, decoded, drawn_latents, open_generator, prepared
 from equipoise.lab.results.trained import progress_bar
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
@@ -56,7 +56,7 @@ def run_distances(
     *,
     seed: int = 0,
     weights: str = "best",
-    latents: int = 2000,
+    latents: int | None = None,
     folders: Sequence[Path] = (),
 ) -> Distances:
     """Compare test images with their reconstructions, with samples, and with training images.
@@ -68,7 +68,7 @@ def run_distances(
         images: number of test images, evenly spaced; all if there are fewer. As many samples are drawn, and as many
             training images taken.
         seed: seed of the samples.
-        latents: number of training images whose latent vectors the density is fitted to, unless the run has one.
+        latents: see :func:`~equipoise.lab.results.sample.sample_images`.
         folders: folders to look for the data in first.
 
     Example:
@@ -76,15 +76,13 @@ def run_distances(
         ...     print(run_distances(open_run("runs/jiio-celeba-001"), machine).samples)
     """
     require_number("images", images, at_least=2, whole=True)
-    require_number("latents", latents, at_least=20, whole=True)
     trained, model = open_generator(run, machine, weights)
     network = open_features(features, folders)
     network.network.to(trained.setting.device)
     data = data_of(run, trained.recipe, folders)
     test = spread(data.test, images)
     train = spread(data.train, len(test))
-    density = density_of(run, trained, model, weights, latents, folders)
-    x = density.sample(len(test), torch.Generator().manual_seed(seed))
+    x, _ = drawn_latents(run, trained, len(test), seed=seed, weights=weights, latents=latents, folders=folders)
     truth, reconstructions, samples, training = (FeatureStatistics() for _ in range(4))
     with progress_bar("distances", 2 * len(test) + len(train)) as bar:
 

@@ -19,6 +19,7 @@ from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.generator.model import Generator
 from equipoise.options import option, options, require_number
 from equipoise.tasks.degradations import KINDS, Degradation
+from equipoise.tasks.generation import generator_in
 from equipoise.tasks.image_quality import ssim
 from equipoise.tasks.physics import LinearPhysics, Mask
 from equipoise.tasks.restoration import strip_figure, strip_panels
@@ -91,7 +92,7 @@ def restore_image(
     """Restore an image file, and write a strip: given, some steps, restored, and truth where it is known.
 
     Args:
-        run: trained run of a generator.
+        run: trained run of a generator, or of a VAE, whose decoder is used.
         request: image, and how it is degraded.
         out: file of the strip (.png); None for IMAGE-restored.png in the current folder. An existing file is never
             overwritten.
@@ -126,14 +127,16 @@ def restore_image(
 
 
 def generator_of(run: Run, trained: Trained) -> Generator:
-    if not isinstance(trained.model, Generator):
+    try:
+        generator = generator_in(trained.model)
+    except ValueError:
         raise RunError(
             f"{run.folder} has the model {trained.recipe.model.name!r}; `equipoise restore` requires a generator: "
             "train one with `equipoise train jiio/celeba`."
-        )
-    if trained.model.shape[0] not in MODES:
-        raise RunError(f"the run's images have {trained.model.shape[0]} channels; image files require 1 or 3.")
-    return trained.model
+        ) from None
+    if generator.shape[0] not in MODES:
+        raise RunError(f"the run's images have {generator.shape[0]} channels; image files require 1 or 3.")
+    return generator
 
 
 def measured(

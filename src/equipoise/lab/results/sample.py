@@ -20,24 +20,26 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.generator.density import DensitySize, LatentDensity, fit_density
 from equipoise.models.generator.model import Generator
+from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require_number
-from equipoise.tasks.generation import fit, shown, squared_error
+from equipoise.tasks.generation import fit, generator_in, shown, squared_error
 
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
-LATENTS = 2000  # training images whose latent vectors the density is fitted to
+LATENTS = 2000  # training images to whose latent vectors a density is fitted
 BATCH = 50
 
 
 def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
-    """Return a trained run and its generator; raise RunError for a run of another model."""
+    """Return a trained run and its generator, or its decoder; raise RunError for a run of another model."""
     trained = open_trained(run, machine, weights)
-    if not isinstance(trained.model, Generator):
+    try:
+        return trained, generator_in(trained.model)
+    except ValueError:
         raise RunError(
             f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
-            "model 'generator', such as one of the recipe jiio/celeba."
-        )
-    return trained, trained.model
+            "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
+        ) from None
 
 
 def sample_images(
@@ -48,32 +50,55 @@ def sample_images(
     *,
     seed: int = 0,
     weights: str = "best",
-    latents: int = LATENTS,
+    latents: int | None = None,
     folders: Sequence[Path] = (),
-) -> LatentDensity:
+) -> LatentDensity | None:
     """Draw images and write them as one grid (.png).
 
-    The first call fits the density to the latent vectors of training images, and keeps it in the run's folder.
+    A VAE is sampled from its prior, N(0, I), unless ``latents`` is given. Otherwise, the first call fits a density to
+    the latent vectors of training images, and keeps it in the run's folder.
 
     Args:
         out: file to write; it must not exist.
         samples: number of images.
         seed: seed of the samples.
-        latents: number of training images whose latent vectors the density is fitted to.
+        latents: number of training images whose latent vectors the density is fitted to; None for 2000, or for the
+            prior of a VAE.
         folders: folders to look for the training images in first.
+
+    Returns:
+        The density, or None for the prior of a VAE.
 
     Example:
         >>> with this_machine() as machine:
         ...     sample_images(open_run("runs/jiio-celeba-001"), machine, Path("faces.png"))
     """
     require_number("samples", samples, at_least=1, whole=True)
-    require_number("latents", latents, at_least=20, whole=True)
     require_new_png(out)
     trained, model = open_generator(run, machine, weights)
-    density = density_of(run, trained, model, weights, latents, folders)
-    x = density.sample(samples, torch.Generator().manual_seed(seed))
+    x, density = drawn_latents(run, trained, samples, seed=seed, weights=weights, latents=latents, folders=folders)
     write_grid(out, decoded(trained, model, x))
     return density
+
+
+def drawn_latents(
+    run: Run,
+    trained: Trained,
+    samples: int,
+    *,
+    seed: int = 0,
+    weights: str = "best",
+    latents: int | None = None,
+    folders: Sequence[Path] = (),
+) -> tuple[Tensor, LatentDensity | None]:
+    """Draw latent vectors; return them with the density they are from. See :func:`sample_images`."""
+    model, draws = generator_in(trained.model), torch.Generator().manual_seed(seed)
+    if latents is None and isinstance(trained.model, MDEQVAE):
+        return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
+    latents = LATENTS if latents is None else latents
+    require_number("latents", latents, at_least=20, whole=True)
+    density = density_of(run, trained, model, weights, latents, folders)
+    return density.sample(samples, draws), density
 
 
 def density_of(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import option, options
 
 HELD_OUT = 0.1  # share of the codes by whose likelihood the mixture is chosen
@@ -169,10 +170,9 @@ def train_vae(
         for rows in torch.randperm(len(latents)).split(batch_size):
             x = latents[rows.to(latents.device)]
             mean, log_variance = vae.codes(x)
-            codes = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+            codes = draw(mean, log_variance)
             error = ((vae.decode(codes) - x) / vae.scale).square().mean(dim=1)
-            divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(dim=1) / 2
-            loss = (error + beta * divergence).mean()
+            loss = (error + beta * divergence(mean, log_variance)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
-from equipoise.lab.results.sample import LATENTS, decoded, density_of
+from equipoise.lab.results.sample import decoded, drawn_latents
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
@@ -79,11 +79,9 @@ def images_of_test(run: Run, trained: Trained, samples: int, folders: Sequence[P
 
 
 def generated_images(run: Run, trained: Trained, samples: int, folders: Sequence[Path]) -> Tensor:
-    """Return images in [-1, 1] that the run generates from its density of latent vectors."""
-    model = generator_in(trained.model)
-    density = density_of(run, trained, model, "best", LATENTS, folders)
-    x = density.sample(samples, torch.Generator().manual_seed(0))
-    return decoded(trained, model, x).clamp(-1, 1).to(trained.setting.device)
+    """Return images in [-1, 1] that the run generates."""
+    x, _ = drawn_latents(run, trained, samples, folders=folders)
+    return decoded(trained, generator_in(trained.model), x).to(trained.setting.device)
 
 
 def drawn(blocks: Sequence[tuple[str, list[Panel]]]) -> Figure:
