@@ -26,6 +26,7 @@ from equipoise.tasks.generation import fit, shown, squared_error
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
 BATCH = 50
+FEWEST = 20  # latent vectors that a density requires
 
 
 def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
@@ -66,7 +67,7 @@ def sample_images(
         ...     sample_images(open_run("runs/jiio-celeba-001"), machine, Path("faces.png"))
     """
     require_number("samples", samples, at_least=1, whole=True)
-    require_number("latents", latents, at_least=20, whole=True)
+    require_number("latents", latents, at_least=FEWEST, whole=True)
     require_new_png(out)
     trained, model = open_generator(run, machine, weights)
     density = density_of(run, trained, model, weights, latents, folders)
@@ -89,6 +90,11 @@ def density_of(
                 density.load_state_dict(tensors)
                 return density.eval()
     found = latents_of(run, trained, model, latents, folders)
+    if len(found) < FEWEST:
+        raise RunError(
+            f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
+            f"{FEWEST}: use a run with a larger data.limit."
+        )
     with progress_bar("density", 1) as bar:
         density = fit_density(found, each=lambda _: bar.refresh())
     checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark})
