@@ -268,9 +268,11 @@ def test_doctor_names_what_is_missing(capsys, monkeypatch):
 
 
 def make_unlabelled(folder, count=24):
-    """Pictures of one colour each, as jiio/ffhq reads them."""
+    """Pictures of one colour each, where jiio/ffhq looks for them."""
+    from PIL import Image
+
+    (folder.parent / "ffhq/00000").mkdir(parents=True)
     for i in range(count):
-        (folder.parent / "ffhq/00000").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (10 * i, 100, 255 - 10 * i)).save(folder.parent / f"ffhq/00000/{i:05}.png")
 
 

@@ -18,7 +18,7 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.generator.density import DensitySize, LatentDensity, fit_density
+from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensity, fit_density
 from equipoise.models.generator.model import Generator
 from equipoise.options import require_number
 from equipoise.tasks.generation import fit, shown, squared_error
@@ -26,7 +26,6 @@ from equipoise.tasks.generation import fit, shown, squared_error
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
 BATCH = 50
-FEWEST = 20  # latent vectors that a density requires
 
 
 def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:

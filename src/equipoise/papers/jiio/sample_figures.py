@@ -15,11 +15,12 @@ from torch import Tensor
 
 from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
-from equipoise.lab.results.sample import FEWEST, decoded, density_of, open_generator
+from equipoise.lab.results.sample import decoded, density_of, open_generator
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import prepared, quiet_failures
+from equipoise.models.generator.density import FEWEST
 from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
 from equipoise.tasks.drawing import in_three_colors
 from equipoise.tasks.generation import fit, shown, squared_error
