@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
             known = [word.strip("' ") for word in match[2].split(",")]
             nearest = did_you_mean(match[1], known, cutoff=0.65)
             message = f"{message[: match.start()]}invalid choice {match[1]!r}; {nearest}known: {', '.join(known)}."
+        if match := re.match(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            message = f"{match[1]} is {match[3]}; it must be a {'whole ' if match[2] == 'int' else ''}number."
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
@@ -536,7 +538,8 @@ def restore(arguments: argparse.Namespace) -> None:
         print(f"note              {note}")
     print(f"misfit            {restored.misfit:.4g} (mean squared error of what was measured)")
     if restored.quality:
-        rows = [(name, f"{ratio:.2f} dB", f"{likeness:.3f}") for name, (ratio, likeness) in restored.quality.items()]
+        quality = restored.quality.items()
+        rows = [(n, f"{ratio:.2f} dB", "-" if ssim != ssim else f"{ssim:.3f}") for n, (ratio, ssim) in quality]
         print_table(("image", "PSNR", "SSIM"), rows)
 
 

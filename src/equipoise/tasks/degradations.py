@@ -64,7 +64,7 @@ class Degradation:
         amount = kind.default if self.amount is None else self.amount
         if kind.whole and isinstance(amount, float) and amount.is_integer():
             amount = int(amount)
-        where = f"the amount for {self.problem!r}, the {kind.amount},"
+        where = f"the amount for {self.problem!r} ({kind.amount})"
         require_number(where, amount, whole=kind.whole, **kind.bounds)
         object.__setattr__(self, "amount", amount)
 
@@ -88,7 +88,8 @@ class Degradation:
         if self.problem == "upscale":
             if height % amount or width % amount:
                 raise ValueError(
-                    f"images of {height} x {width} cannot be shrunk by {amount}; height and width must be multiples."
+                    f"images of {height} x {width} cannot be shrunk by {amount}: choose a factor that divides height and "
+                    "width."
                 )
             return Downsampling(int(amount))
         return Identity()

@@ -38,7 +38,10 @@ def generator_in(model: nn.Module) -> Generator:
     """Return the generator inside a wrapper; raise ValueError for another model."""
     model = unwrapped(model)
     if not isinstance(model, Generator):
-        raise ValueError(f"the model is a {type(model).__name__}; this needs one that generates images: 'generator'.")
+        raise ValueError(
+            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator', or a "
+            "run of it."
+        )
     return model
 
 

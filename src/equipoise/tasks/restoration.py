@@ -93,6 +93,8 @@ class Restoration(Task):
         also: Sequence[str] = (),
     ):
         self.degradation = Degradation(problem, amount)
+        if not isinstance(also, list | tuple):
+            raise ValueError(f'Restoration.also is {also!r}; it must be a list such as ["denoise 0.2", "deblur 2"].')
         self.also = {name: degradation_of(name) for name in also}
         self.steps, self.train_steps = steps, steps if train_steps is None else train_steps
         self.supervised, self.gradient, self.backward_steps = supervised, gradient, backward_steps

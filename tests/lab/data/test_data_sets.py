@@ -619,7 +619,9 @@ def test_a_set_that_is_not_there(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in DATA_SETS if name not in ("digits", "image-folder")])
+@pytest.mark.parametrize(
+    "name", [name for name in DATA_SETS if name not in ("digits", "image-folder", "unlabelled-images")]
+)
 def test_every_set_says_how_to_get_it(tmp_path, name):
     with pytest.raises(MissingData) as caught:
         load(name)

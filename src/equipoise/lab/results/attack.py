@@ -16,6 +16,7 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.parts.context_managers import exact_gradients
+from equipoise.options import require_number
 from equipoise.tasks.classification import LabelTask
 from equipoise.tasks.drawing import attack_panel
 from equipoise.tasks.robustness import ATTACKS, JOINT_STEPS, Budget, change_norms
@@ -71,6 +72,8 @@ def attack_image(
         >>> found.clean, found.attacked
     """
     picture = new_picture(image, out)
+    require_number("--radius", radius, above=0)
+    require_number("--steps", steps, at_least=1, whole=True, optional=True)
     budget = Budget(radius=radius, norm=norm, steps=STEPS.get(attack, 20) if steps is None else steps)
     method = ATTACKS[attack]
     trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))

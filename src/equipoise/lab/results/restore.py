@@ -12,6 +12,7 @@ from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.files import whole
 from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
+from equipoise.lab.results.sample import LARGEST_SEED
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
@@ -53,7 +54,7 @@ class Request:
 
     def __post_init__(self) -> None:
         require_number("--steps", self.steps, at_least=1, whole=True)
-        require_number("--seed", self.seed, at_least=0, whole=True)
+        require_number("--seed", self.seed, at_least=0, at_most=LARGEST_SEED, whole=True)
         if (self.problem is None) == (self.mask is None):
             raise ValueError("a request needs a problem or a mask, and not both.")
         if self.degraded and self.problem == "inpaint":

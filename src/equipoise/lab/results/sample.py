@@ -26,6 +26,7 @@ from equipoise.tasks.generation import fit, shown, squared_error
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
 BATCH = 50
+LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
@@ -67,6 +68,7 @@ def sample_images(
     """
     require_number("samples", samples, at_least=1, whole=True)
     require_number("latents", latents, at_least=FEWEST, whole=True)
+    require_number("seed", seed, at_least=0, at_most=LARGEST_SEED, whole=True)
     require_new_png(out)
     trained, model = open_generator(run, machine, weights)
     density = density_of(run, trained, model, weights, latents, folders)
