@@ -554,8 +554,8 @@ def test_an_image_of_quite_another_size_is_mentioned(run, tmp_path, capsys):
     Image.new("L", (20, 20)).save(tmp_path / "small.png")
     assert main(["predict", str(run), str(tmp_path / "photo.jpg"), str(tmp_path / "small.png")]) == 0
     assert capsys.readouterr().err == (
-        f"note: {tmp_path}/photo.jpg was cropped in the middle and shrunk from 240 x 180 to 8 x 8, the size of the images that the run was "
-        "trained on.\n"
+        f"note: {tmp_path}/photo.jpg was cropped in the middle and shrunk from 240 x 180 to 8 x 8, the size of "
+        "the images that the run was trained on.\n"
     )
 
 

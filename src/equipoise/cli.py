@@ -445,14 +445,14 @@ def picture(default: str) -> Argument:
 @command(
     "equipoise sample runs/jiio-celeba-001 -n 64 -o faces.png",
     *(*RUN, picture("samples.png"), TRUST, DATA, *MACHINE),
-    argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default 64)"),
-    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
+    argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default: 64)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: 0)"),
     argument(
         "--latents",
         type=int,
         default=2000,
         metavar="N",
-        help="training images to whose latent vectors the density is fitted, the first time (default 2000)",
+        help="number of training images whose latent vectors the density is fitted to, once (default: 2000)",
     ),
 )
 def sample(arguments: argparse.Namespace) -> None:
@@ -483,7 +483,7 @@ def sample(arguments: argparse.Namespace) -> None:
     *(*RUN, picture("interpolation.png"), TRUST, *MACHINE),
     path("first", metavar="IMAGE", help="image file to start from"),
     path("second", metavar="IMAGE", help="image file to end with"),
-    argument("--frames", type=int, default=8, metavar="N", help="images from one to the other (default 8)"),
+    argument("--frames", type=int, default=8, metavar="N", help="number of images, both ends included (default: 8)"),
 )
 def interpolate(arguments: argparse.Namespace) -> None:
     """Interpolate between the latent vectors of two images."""
@@ -502,7 +502,7 @@ def interpolate(arguments: argparse.Namespace) -> None:
     "equipoise restore runs/jiio-celeba-001 face.png --inpaint 10 -o strip.png",
     *(*RUN, TRUST, path("image", metavar="IMAGE", help="image file")),
     argument("--inpaint", type=int, metavar="SIDE", help="hide a random square of this side, in pixels, and fill it"),
-    path("--mask", metavar="FILE", help="fill the pixels that are black in this image, which has the size of IMAGE"),
+    path("--mask", metavar="FILE", help="fill the pixels that are black in this file, an image of the size of IMAGE"),
     argument("--denoise", type=float, metavar="SIGMA", help="noise of this standard deviation; pixels are in [-1, 1]"),
     argument("--deblur", type=float, metavar="SIGMA", help="Gaussian blur of this standard deviation, in pixels"),
     argument("--upscale", type=int, metavar="FACTOR", help="enlarge an image that was shrunk by this factor"),
@@ -513,7 +513,7 @@ def interpolate(arguments: argparse.Namespace) -> None:
     ),
     argument("--steps", type=int, default=100, metavar="N", help="number of joint steps (default: %(default)s)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of the square or the noise (default: 0)"),
-    path("-o", "--out", metavar="FILE", help="strip to write (.png; default: IMAGE-restored.png here)"),
+    path("-o", "--out", metavar="FILE", help="strip to write (default: IMAGE-restored.png in the current folder)"),
     *MACHINE,
 )
 def restore(arguments: argparse.Namespace) -> None:
@@ -536,7 +536,7 @@ def restore(arguments: argparse.Namespace) -> None:
     print(f"written           {printable(restored.strip)}")
     for note in restored.notes:
         print(f"note              {note}")
-    print(f"misfit            {restored.misfit:.4g} (mean squared error of what was measured)")
+    print(f"misfit            {restored.misfit:.4g} (mean squared error of the measurements)")
     if restored.quality:
         quality = restored.quality.items()
         rows = [(n, f"{ratio:.2f} dB", "-" if ssim != ssim else f"{ssim:.3f}") for n, (ratio, ssim) in quality]
@@ -551,7 +551,11 @@ def restore(arguments: argparse.Namespace) -> None:
     argument("--radius", type=float, default=1.0, help="largest norm, with pixels in [0, 1] (default: 1)"),
     argument("--attack", choices=("jiio", "pgd", "foolbox"), default="jiio", help="method (default: jiio)"),
     argument("--steps", type=int, help="number of steps (default: 50 of jiio, 20 of the others)"),
-    path(*("-o", "--out"), metavar="FILE", help="picture to write, .png (default: IMAGE-attacked.png)"),
+    path(
+        *("-o", "--out"),
+        metavar="FILE",
+        help="picture to write (default: IMAGE-attacked.png in the current folder)",
+    ),
 )
 def attack(arguments: argparse.Namespace) -> None:
     """Perturb an image so that a trained run misclassifies it, and draw it before and after."""

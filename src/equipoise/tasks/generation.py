@@ -39,8 +39,8 @@ def generator_in(model: nn.Module) -> Generator:
     model = unwrapped(model)
     if not isinstance(model, Generator):
         raise ValueError(
-            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator', or a "
-            "run of it."
+            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator', or "
+            "a run of it."
         )
     return model
 

@@ -20,7 +20,7 @@ from equipoise.options import require_number
 
 
 class Physics(Protocol):
-    """What a function needs of a linear measurement."""
+    """The interface of a linear measurement operator."""
 
     def A(self, x: Tensor) -> Tensor: ...
 

@@ -1,4 +1,4 @@
-"""Attack an image file with a trained run: the image, what was changed, the result, and both answers."""
+"""Attack an image file with a trained run: draw the image, the perturbation and the result, with both predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ Answer = dict[str, float]  # probability by class, largest first
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attack did to an image, and the picture it was written to."""
+    """The result of an attack on an image, and the file of its picture."""
 
     picture: Path
     label: str  # the class that the attack leads away from
@@ -59,7 +59,8 @@ def attack_image(
 
     Args:
         run: trained run of a classifier.
-        image: image file; cropped in the middle and resized to the size of the training images, which the note says.
+        image: image file; one of another size than the training images is cropped in the middle and resized, as the
+            note of the result says.
         out: file to write (.png); None for IMAGE-attacked.png in the current folder. It must not exist yet.
         label: name or number of the true class; None for the class that the model predicts.
         norm, radius: largest change, see :class:`~equipoise.tasks.robustness.Budget`.

@@ -31,7 +31,7 @@ SMALLEST = 11  # side of the window of the structural similarity
 
 @options
 class Request:
-    """What is to be restored.
+    """An image to restore, and how it is degraded.
 
     Args:
         image: image file.
@@ -56,7 +56,7 @@ class Request:
         require_number("--steps", self.steps, at_least=1, whole=True)
         require_number("--seed", self.seed, at_least=0, at_most=LARGEST_SEED, whole=True)
         if (self.problem is None) == (self.mask is None):
-            raise ValueError("a request needs a problem or a mask, and not both.")
+            raise ValueError("Request needs exactly one of problem and mask.")
         if self.degraded and self.problem == "inpaint":
             raise ValueError(
                 "--inpaint hides a random square of a whole image. To restore an image that is degraded already, mark "
@@ -204,7 +204,7 @@ def middle(before: Sequence[int], after: Sequence[int]) -> tuple[int, int, int, 
 
 
 def new_strip(image: Path, out: Path | None) -> Path:
-    """Return the file of the strip; raise ValueError if it exists or is no PNG file."""
+    """Return the file of the strip; raise ValueError if it exists or does not end in .png."""
     strip = Path(f"{image.stem}-restored.png") if out is None else out
     if strip.suffix != ".png":
         raise ValueError(f"--out is {printable(strip)}; it must be a file that ends in .png.")
