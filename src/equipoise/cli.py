@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
             known = [word.strip("' ") for word in match[2].split(",")]
             nearest = did_you_mean(match[1], known, cutoff=0.65)
             message = f"{message[: match.start()]}invalid choice {match[1]!r}; {nearest}known: {', '.join(known)}."
+        if match := re.match(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            message = f"{match[1]} is {match[3]}; it must be a {'whole ' if match[2] == 'int' else ''}number."
         print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
         raise SystemExit(2)
 
@@ -452,8 +454,8 @@ LATENTS = argument(
 @command(
     "equipoise sample runs/jiio-celeba-001 -n 64 -o faces.png",
     *(*RUN, picture("samples.png"), TRUST, DATA, *MACHINE),
-    argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default 64)"),
-    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
+    argument("-n", "--samples", type=int, default=64, metavar="N", help="number of images (default: 64)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: 0)"),
     LATENTS,
 )
 def sample(arguments: argparse.Namespace) -> None:
@@ -525,7 +527,7 @@ def distance(arguments: argparse.Namespace) -> None:
     *(*RUN, picture("interpolation.png"), TRUST, *MACHINE),
     path("first", metavar="IMAGE", help="image file to start from"),
     path("second", metavar="IMAGE", help="image file to end with"),
-    argument("--frames", type=int, default=8, metavar="N", help="images from one to the other (default 8)"),
+    argument("--frames", type=int, default=8, metavar="N", help="number of images, both ends included (default: 8)"),
 )
 def interpolate(arguments: argparse.Namespace) -> None:
     """Interpolate between the latent vectors of two images."""
@@ -544,7 +546,7 @@ def interpolate(arguments: argparse.Namespace) -> None:
     "equipoise restore runs/jiio-celeba-001 face.png --inpaint 10 -o strip.png",
     *(*RUN, TRUST, path("image", metavar="IMAGE", help="image file")),
     argument("--inpaint", type=int, metavar="SIDE", help="hide a random square of this side, in pixels, and fill it"),
-    path("--mask", metavar="FILE", help="fill the pixels that are black in this image, which has the size of IMAGE"),
+    path("--mask", metavar="FILE", help="fill the pixels that are black in this file, an image of the size of IMAGE"),
     argument("--denoise", type=float, metavar="SIGMA", help="noise of this standard deviation; pixels are in [-1, 1]"),
     argument("--deblur", type=float, metavar="SIGMA", help="Gaussian blur of this standard deviation, in pixels"),
     argument("--upscale", type=int, metavar="FACTOR", help="enlarge an image that was shrunk by this factor"),
@@ -555,7 +557,7 @@ def interpolate(arguments: argparse.Namespace) -> None:
     ),
     argument("--steps", type=int, default=100, metavar="N", help="number of joint steps (default: %(default)s)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of the square or the noise (default: 0)"),
-    path("-o", "--out", metavar="FILE", help="strip to write (.png; default: IMAGE-restored.png here)"),
+    path("-o", "--out", metavar="FILE", help="strip to write (default: IMAGE-restored.png in the current folder)"),
     *MACHINE,
 )
 def restore(arguments: argparse.Namespace) -> None:
@@ -578,9 +580,10 @@ def restore(arguments: argparse.Namespace) -> None:
     print(f"written           {printable(restored.strip)}")
     for note in restored.notes:
         print(f"note              {note}")
-    print(f"misfit            {restored.misfit:.4g} (mean squared error of what was measured)")
+    print(f"misfit            {restored.misfit:.4g} (mean squared error of the measurements)")
     if restored.quality:
-        rows = [(name, f"{ratio:.2f} dB", f"{likeness:.3f}") for name, (ratio, likeness) in restored.quality.items()]
+        quality = restored.quality.items()
+        rows = [(n, f"{ratio:.2f} dB", "-" if ssim != ssim else f"{ssim:.3f}") for n, (ratio, ssim) in quality]
         print_table(("image", "PSNR", "SSIM"), rows)
 
 
@@ -592,7 +595,11 @@ def restore(arguments: argparse.Namespace) -> None:
     argument("--radius", type=float, default=1.0, help="largest norm, with pixels in [0, 1] (default: 1)"),
     argument("--attack", choices=("jiio", "pgd", "foolbox"), default="jiio", help="method (default: jiio)"),
     argument("--steps", type=int, help="number of steps (default: 50 of jiio, 20 of the others)"),
-    path(*("-o", "--out"), metavar="FILE", help="picture to write, .png (default: IMAGE-attacked.png)"),
+    path(
+        *("-o", "--out"),
+        metavar="FILE",
+        help="picture to write (default: IMAGE-attacked.png in the current folder)",
+    ),
 )
 def attack(arguments: argparse.Namespace) -> None:
     """Perturb an image so that a trained run misclassifies it, and draw it before and after."""

@@ -1,4 +1,4 @@
-"""Cost over time of latent vectors: what is timed, what is scored, and what is written beside the picture."""
+"""Latent vectors: what is timed, scored and drawn, and what is written beside the picture."""
 
 import json
 from itertools import pairwise
@@ -6,9 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from equipoise.cli import main
+from equipoise.lab.recipes.reading import open_recipe
+from equipoise.lab.recipes.schema import FigureSpec
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import this_machine
-from equipoise.papers.jiio.generation_figures import METHODS, cost_over_time, course, times_to_adam
+from equipoise.papers.jiio.generation_figures import METHODS, cost_over_time, course, fitting_time, times_to_adam
+from equipoise.papers.jiio.sample_figures import generated
 from equipoise.tasks.generation import squared_error
 from lab_helpers import run
 from tiny_generator import tiny
@@ -17,7 +21,7 @@ RECIPE = """
 title = "a generator of digits"
 [data]
 name = "digits"
-limit = 20
+limit = 24
 validation = 0
 [model]
 name = "generator"
@@ -30,7 +34,7 @@ name = "generation"
 steps = 4
 penalty_from = 2
 [training]
-batch_size = 20
+batch_size = 24
 [[phases]]
 epochs = 1
 """
@@ -80,3 +84,69 @@ def test_time_to_the_cost_of_adam():
 def test_unknown_methods_are_rejected(trained):
     with this_machine() as machine, pytest.raises(ValueError, match="method 'type1'; did you mean 'type-1'"):
         cost_over_time([trained], machine, methods=["type1"])
+
+
+def test_figure_3_and_table_3_take_one_run_or_two(trained, tmp_path, capsys):
+    run = ["--run", str(trained.folder)]
+    for name, options in (("figure3", []), ("table3", ["steps=[2,3]", "repeats=1"])):
+        for count in (1, 2):
+            words = ["samples=2", "adam_steps=2", *options, "--budget", "smoke", "--threads", "1", *(run * count)]
+            assert main(["figure", f"jiio/{name}", *words, "--out", str(tmp_path / f"{name}.png")]) == 0
+            assert len(json.loads((tmp_path / f"{name}.json").read_text())["runs"]) == count
+        assert main(["figure", f"jiio/{name}", *(run * 3)]) == 2
+        assert f"jiio/{name} requires 1 to 2 runs (jiio/celeba, jiio/celeba-100), got 3." in capsys.readouterr().err
+
+
+def test_table_3_times_every_method_on_the_same_images(trained, tmp_path):
+    with this_machine() as machine:
+        options = {"samples": 2, "steps": [2, 4], "adam_steps": 2, "repeats": 2}
+        figure = fitting_time([trained], machine, **options, path=tmp_path / "a.png")
+    (entry,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    adam, *joint = entry["methods"].values()
+    assert list(entry["methods"]) == [
+        "Adam, cold solves, 2 steps",
+        "joint, default, 2 steps",
+        "joint, default, 4 steps",
+        "joint, Anderson type I, 2 steps",
+        "joint, Anderson type I, 4 steps",
+    ]
+    assert (adam["speed-up"], len(adam["seconds"])) == (1, 2)
+    assert all(method["evaluations"] < adam["evaluations"] for method in joint)
+    assert len(figure.axes[0].patches) == 5
+
+
+@pytest.mark.parametrize(("samples", "reconstructions"), [(3, 0), (0, 2), (10, 9)])
+def test_samples_and_reconstructions(trained, tmp_path, samples, reconstructions):
+    with this_machine() as machine:
+        options = {"samples": samples, "reconstructions": reconstructions, "steps": 5, "latents": 24}
+        figure = generated([trained], machine, **options, path=tmp_path / "a.png")
+    images = sum(len(axis.images) for axis in figure.axes)
+    assert images == samples + 2 * reconstructions
+    (entry,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert len(entry.get("psnr", [])) == reconstructions
+    assert entry.get("samples", 0) == samples
+    captions = [axis.get_title() for axis in figure.axes if axis.get_title()]
+    assert captions == [f"{ratio:.1f} dB" for ratio in entry.get("psnr", [])]
+
+
+def test_figures_2_5_and_6_differ_in_their_counts():
+    counts = {n: open_recipe(f"jiio/figure{n}").read(FigureSpec).options for n in (2, 5, 6)}
+    drawn = {n: (options["samples"] > 0, options["reconstructions"] > 0) for n, options in counts.items()}
+    assert drawn == {2: (True, False), 5: (True, True), 6: (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("draw", "options", "words"),
+    [
+        (generated, {"samples": 0, "reconstructions": 0}, "samples and reconstructions are both 0; at least one"),
+        (generated, {"samples": -1}, "samples is -1; it must be a whole number of at least 0"),
+        (generated, {"latents": 5}, "latents is 5; it must be a whole number of at least 20"),
+        (fitting_time, {"steps": []}, r"steps is \[\]; it must list at least one number of steps"),
+        (fitting_time, {"steps": 40}, "steps is 40; it must list at least one number of steps"),
+        (fitting_time, {"steps": [0]}, "steps is 0; it must be a whole number of at least 1"),
+        (fitting_time, {"repeats": 0}, "repeats is 0"),
+    ],
+)
+def test_bad_options_get_their_sentence(trained, draw, options, words):
+    with this_machine() as machine, pytest.raises(ValueError, match=words):
+        draw([trained], machine, **options)

@@ -63,9 +63,9 @@ def test_defaults():
     ("problem", "amount", "message"),
     [
         ("inpant", 3, "Degradation.problem is 'inpant'; allowed: 'reconstruct', 'inpaint'"),
-        ("inpaint", 2.5, "in pixels, is 2.5; it must be a whole number of at least 1"),
-        ("denoise", -0.1, "for pixels in [-1, 1], is -0.1; it must be a number of at least 0"),
-        ("deblur", 0, "in pixels, is 0; it must be a number above 0"),
+        ("inpaint", 2.5, "in pixels) is 2.5; it must be a whole number of at least 1"),
+        ("denoise", -0.1, "for pixels in [-1, 1]) is -0.1; it must be a number of at least 0"),
+        ("deblur", 0, "in pixels) is 0; it must be a number above 0"),
         ("upscale", 1, "is 1; it must be a whole number of at least 2"),
         ("denoise", "much", "is 'much'"),
     ],

@@ -215,9 +215,7 @@ def test_wrong_options(options, message):
 
 def test_models_and_data_that_are_not_for_it():
     task, batch = FewShot(NAMES), episodes()
-    with pytest.raises(
-        ValueError, match="the model Linear has no task vector; few-shot needs one that has: FewShotMDEQ"
-    ):
+    with pytest.raises(ValueError, match="the model Linear has no task vector; .* choose the model 'few-shot-mdeq'"):
         task.loss(nn.Linear(1, 1), batch)
     with pytest.raises(ValueError, match="choose a data set of episodes, such as 'omniglot-episodes'"):
         task.loss(learner(), (batch[0][:, 0], batch[1][:, 0]))

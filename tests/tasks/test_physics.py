@@ -193,3 +193,10 @@ def test_errors(make, message):
     with pytest.raises((ValueError, TypeError)) as error:
         make()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("sigma", [24.0, 100.0, 1e9])
+def test_a_blur_much_wider_than_the_image_is_its_mean(sigma):
+    """A kernel of that width, sampled as it is, would need the memory of all its turns around the image."""
+    x = randn(2, 3, 6, 5)
+    torch.testing.assert_close(GaussianBlur(sigma).A(x), x.mean((2, 3), keepdim=True).expand_as(x))

@@ -222,6 +222,7 @@ def test_the_task_has_a_name_and_checks_its_options():
         ({"adam": 1}, "Restoration.adam is 1"),
         ({"adam": True, "steps": 5}, "Restoration.steps is 5; it must be a whole number of at least 6"),
         ({"also": ["denois 0.4"]}, "Restoration.also has 'denois 0.4'; each must be a name and an amount"),
+        ({"also": "denoise 0.4"}, "Restoration.also is 'denoise 0.4'; it must be a list such as"),
         ({"also": ["denoise much"]}, "Restoration.also has 'denoise much'"),
         ({"steps": 0}, "Restoration.steps is 0"),
         ({"proximal": -1}, "Restoration.proximal is -1"),

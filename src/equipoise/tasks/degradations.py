@@ -1,4 +1,4 @@
-"""Named degradations of images, the same for the same image: what is measured of it, and by which operator."""
+"""Named degradations of images: their operators, with all random choices determined by one seed per image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from equipoise.tasks.physics import (
 
 @dataclass(frozen=True)
 class Kind:
-    """What the amount of a degradation means, its default, and its bounds as ``require_number`` takes them."""
+    """The meaning of a degradation's amount, its default, and its bounds as arguments of ``require_number``."""
 
     amount: str
     default: float
@@ -33,7 +33,7 @@ class Kind:
 
 
 KINDS = {
-    "reconstruct": Kind("without meaning", 0, {"at_least": 0, "at_most": 0}),
+    "reconstruct": Kind("unused", 0, {"at_least": 0, "at_most": 0}),
     "inpaint": Kind("side of the hidden square, in pixels", 20, {"at_least": 1}, whole=True),
     "denoise": Kind("standard deviation of the noise, for pixels in [-1, 1]", 0.2, {"at_least": 0}),
     "deblur": Kind("standard deviation of the blur, in pixels", 2.0, {"above": 0}),
@@ -64,7 +64,7 @@ class Degradation:
         amount = kind.default if self.amount is None else self.amount
         if kind.whole and isinstance(amount, float) and amount.is_integer():
             amount = int(amount)
-        where = f"the amount for {self.problem!r}, the {kind.amount},"
+        where = f"the amount for {self.problem!r} ({kind.amount})"
         require_number(where, amount, whole=kind.whole, **kind.bounds)
         object.__setattr__(self, "amount", amount)
 
@@ -88,7 +88,8 @@ class Degradation:
         if self.problem == "upscale":
             if height % amount or width % amount:
                 raise ValueError(
-                    f"images of {height} x {width} cannot be shrunk by {amount}; height and width must be multiples."
+                    f"images of {height} x {width} cannot be shrunk by {amount}: choose a factor that divides height "
+                    "and width."
                 )
             return Downsampling(int(amount))
         return Identity()

@@ -266,8 +266,8 @@ class FewShot(Task):
         """Return the batch; raise unless the model and the data set are made for episodes."""
         if not all(hasattr(unwrapped(model), name) for name in ("features", "cell", "head", "blank")):
             raise ValueError(
-                f"the model {type(unwrapped(model)).__name__} has no task vector; few-shot needs one that has: "
-                f"{FewShotMDEQ.__name__} ('few-shot-mdeq')."
+                f"the model {type(unwrapped(model)).__name__} has no task vector; the task few-shot requires one: "
+                f"choose the model 'few-shot-mdeq' ({FewShotMDEQ.__name__})."
             )
         episodes = len(batch) == 4 and batch[0].dim() == 5 and batch[2].dim() == 5
         if not episodes or batch[1].shape != batch[0].shape[:2] or batch[3].shape != batch[2].shape[:2]:

@@ -42,7 +42,8 @@ def generator_in(model: nn.Module) -> Generator:
         return model.decoder
     if not isinstance(model, Generator):
         raise ValueError(
-            f"the model is a {type(model).__name__}; this needs one that generates images: 'generator' or 'mdeq-vae'."
+            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator' or "
+            "'mdeq-vae', or a run of one."
         )
     return model
 

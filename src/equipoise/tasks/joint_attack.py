@@ -76,18 +76,23 @@ def optimized(parts: TakenApart, start: Tensor, labels: Tensor, near: Constraint
     def cost(z: Any, x: Tensor, labels: Tensor) -> Tensor:
         return -class_gap(parts.read(z), labels)
 
-    length = LONG * budget.radius if budget.step_size is None else budget.step_size
-    after = max(1, round(LATE * budget.steps))
-    rule = NormalizedStep(length, later=SHORT / LONG * length, after=after, norm=budget.norm)
     optimum = optimize_input(
         *(f, cost, start, layer.start(parts.injections(start)), labels),
         constraint=near,
-        solver=JointAnderson(memory=3, damping=(0.2, 0.4), step_size=rule),
+        solver=attack_solver(budget),
         tolerance=Tolerance(relative=0.0, max_steps=budget.steps + 1, patience=None),
         select="last",  # the cost at a z that has not converged misleads
         on_failure="ignore",
     )
     return optimum.x
+
+
+def attack_solver(budget: Budget) -> JointAnderson:
+    """Return the joint solver, whose steps of x have given lengths."""
+    length = LONG * budget.radius if budget.step_size is None else budget.step_size
+    after = max(1, round(LATE * budget.steps))
+    rule = NormalizedStep(length, later=SHORT / LONG * length, after=after, norm=budget.norm)
+    return JointAnderson(memory=3, damping=(0.2, 0.4), step_size=rule)
 
 
 def neighbourhood(images: Tensor, radius: float, norm: str) -> Constraint:

@@ -20,7 +20,7 @@ from equipoise.options import require_number
 
 
 class Physics(Protocol):
-    """What a function needs of a linear measurement."""
+    """The interface of a linear measurement operator."""
 
     def A(self, x: Tensor) -> Tensor: ...
 
@@ -181,9 +181,10 @@ class GaussianBlur(LinearPhysics):
 
     def transfer(self, length: int) -> Tensor:
         """Return the Fourier coefficients of the kernel along one axis, which are real, in float64."""
-        turns = math.ceil(9 * self.sigma / length)  # beyond 9 sigma, weights are below rounding
+        sigma = min(self.sigma, 4 * length)  # a wider kernel, wrapped around, is the same to rounding: uniform
+        turns = math.ceil(9 * sigma / length)  # beyond 9 sigma, weights are below rounding
         place = torch.arange(length, dtype=torch.float64) + length * torch.arange(-turns, turns + 1)[:, None]
-        kernel = torch.exp(-(place / self.sigma).square() / 2).sum(dim=0)
+        kernel = torch.exp(-(place / sigma).square() / 2).sum(dim=0)
         return torch.fft.fft(kernel / kernel.sum()).real
 
 

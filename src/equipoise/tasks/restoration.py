@@ -1,4 +1,4 @@
-"""Restoration: inverse problems with a generator, as it is or trained to solve them.
+"""Restoration: solve inverse problems with a generator, pretrained or trained for the problem.
 
 S. Gurumurthy, S. Bai, Z. Manchester, J. Z. Kolter, "Joint inference and input optimization in equilibrium networks"
 (2021), section 4.2 (eq. 22 and 24) and appendix B.
@@ -55,9 +55,9 @@ QUALITY = {"psnr": DECIBELS, "ssim": SIMILARITY}
 class Restoration(Task):
     """Restore degraded images: min over the weights of ||y - h(z*)||^2, where x* minimises ||A y - A h(z)||^2.
 
-    Each image is degraded by an operator A of its own: at random in training, by its pixels in evaluation, so that all
-    models are compared on the same measurements. A generator trained for the task "generation" can be evaluated, too;
-    that is unsupervised restoration (eq. 22), and training by this task is supervised (eq. 24).
+    Each image is degraded by an operator A of its own: drawn at random in training, seeded by its pixels in evaluation,
+    so that all models are compared on the same measurements. A generator trained for the task "generation" can be
+    evaluated, too: that is unsupervised restoration (eq. 22). Training by this task is supervised (eq. 24).
 
     Args:
         problem, amount: see :class:`~equipoise.tasks.degradations.Degradation`.
@@ -70,7 +70,7 @@ class Restoration(Task):
         backward_steps: number of steps of the backward solve.
         proximal: proximal term of the exact gradient, see :class:`~equipoise.KKTGradient`; 0 for none.
         jacobian, probes, penalty_from: see :class:`~equipoise.tasks.generation.Generation`.
-        adam: whether to measure Adam on x, too, at as many evaluations of f as there are ``steps``.
+        adam: whether to measure Adam on x as well, with ``steps`` evaluations of f.
         also: further problems to evaluate, each a name and an amount, as "denoise 0.4".
         beta: see :class:`~equipoise.tasks.vae.VAE`; used in unsupervised training of a VAE only.
 
@@ -98,6 +98,8 @@ class Restoration(Task):
         beta: float | None = None,
     ):
         self.degradation = Degradation(problem, amount)
+        if not isinstance(also, list | tuple):
+            raise ValueError(f'Restoration.also is {also!r}; it must be a list such as ["denoise 0.2", "deblur 2"].')
         self.also = {name: degradation_of(name) for name in also}
         self.steps, self.train_steps = steps, steps if train_steps is None else train_steps
         self.supervised, self.gradient, self.backward_steps = supervised, gradient, backward_steps
@@ -227,7 +229,7 @@ class Restoration(Task):
 
 
 def degradation_of(text: str) -> Degradation:
-    """Return the degradation of a text such as "denoise 0.4"."""
+    """Return the degradation that a string such as "denoise 0.4" specifies."""
     problem, _, amount = text.partition(" ") if isinstance(text, str) else ("", "", "")
     try:
         return Degradation(problem, float(amount) if amount else None)

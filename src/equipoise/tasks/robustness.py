@@ -43,7 +43,7 @@ EVALUATED = ("radius", "norm", "steps", "restarts")  # fields of Budget that are
 
 @options
 class Budget:
-    """What an attack may do.
+    """The limits of an attack.
 
     Args:
         radius: largest distance by which an image in [0, 1] may be moved; 8/255 is common for "linf".
@@ -163,7 +163,7 @@ def foolbox_pgd(model: nn.Module, images: Tensor, labels: Tensor, **budget: Any)
 
     allowed = Budget(**budget)
     if not isinstance(model, nn.Module):
-        raise TypeError("the attack 'foolbox' needs a model that is a torch.nn.Module.")
+        raise TypeError("the attack 'foolbox' requires a model that is a torch.nn.Module.")
     kind = foolbox.attacks.LinfPGD if allowed.norm == "linf" else foolbox.attacks.L2PGD
     attack: Any = kind(abs_stepsize=allowed.size, steps=allowed.steps, random_start=allowed.random_start)
     if allowed.restarts > 1:

@@ -285,6 +285,31 @@ def test_an_image_folder_may_have_a_class_called_train(tmp_path):
     assert load("image-folder", folder=str(tmp_path), size=8).class_names == ("bus", "train")
 
 
+def test_unlabelled_images_are_found_at_any_depth(tmp_path):
+    shades = numbers(12, 3)
+    for i, shade in enumerate(shades):
+        place = f"faces/{i:02}.png" if i % 2 else f"faces/some/more/{i:02}.png"
+        write(tmp_path / place, picture(np.broadcast_to(shade, (20, 10, 3)).copy()))
+    data = load("unlabelled-images", folders=[tmp_path], folder="faces", size=8, validation=0)
+    (images,) = everything(data.train)  # no labels
+    assert (len(data.train), len(data.test), images.shape[1:], data.class_names) == (10, 2, (3, 8, 8), ())
+    assert data.mean == pytest.approx((images.double().mean((0, 2, 3)) / 255).tolist(), abs=1e-6)
+    kept = load("unlabelled-images", folder=str(tmp_path / "faces"), size=8, channels=1, memory=True, validation=0)
+    assert isinstance(kept.test, TensorSplit)
+    assert kept.shape == (1, 8, 8)
+
+
+def test_unlabelled_images_that_cannot_be_used_are_named(tmp_path):
+    write(tmp_path / "one/1.png", picture(numbers(8, 8, 3)))
+    with pytest.raises(ValueError, match="one cannot be used .* it holds one image, too few to train and to test on"):
+        load("unlabelled-images", folder=str(tmp_path / "one"))
+    with pytest.raises(MissingData, match="no faces/ or faces.zip in .* to get it: set data.folder to a folder"):
+        load("unlabelled-images", folders=[tmp_path], folder="faces")
+    for options, words in (({"channels": 2}, "data.channels is 2"), ({"size": 0}, "data.size is 0")):
+        with pytest.raises(ValueError, match=words):
+            load("unlabelled-images", folder=str(tmp_path / "one"), **options)
+
+
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_camvid(tmp_path, as_zip):
     make_camvid(tmp_path / "made/CamVid")
@@ -594,7 +619,9 @@ def test_a_set_that_is_not_there(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in DATA_SETS if name not in ("digits", "image-folder")])
+@pytest.mark.parametrize(
+    "name", [name for name in DATA_SETS if name not in ("digits", "image-folder", "unlabelled-images")]
+)
 def test_every_set_says_how_to_get_it(tmp_path, name):
     with pytest.raises(MissingData) as caught:
         load(name)

@@ -107,11 +107,11 @@ def test_no_character_is_in_two_splits(tree, split, sizes):
 
 def test_wrong_options(tree):
     drawings = marked(4)
-    with pytest.raises(ValueError, match="data.ways is 5, but the split characters are 4: use fewer ways"):
+    with pytest.raises(ValueError, match="data.ways is 5; it must be at most 4: the split characters are 4"):
         Episodes(drawings, episodes=1, ways=5, shots=1, queries=1)
-    with pytest.raises(ValueError, match="data.ways is 17, but the test characters are 4 in 4 rotations, 16 classes"):
+    with pytest.raises(ValueError, match="data.ways is 17; it must be at most 16: the test characters are 4 in"):
         Episodes(drawings, episodes=1, ways=17, shots=1, queries=1, rotations=True, part="test")
-    with pytest.raises(ValueError, match=r"data.shots \+ data.queries is 2 \+ 4 = 6, but a character has 5 drawings"):
+    with pytest.raises(ValueError, match=r"data.shots \+ data.queries is 2 \+ 4 = 6; it must be at most 5"):
         Episodes(drawings, episodes=1, ways=2, shots=2, queries=4)
     for name, value in (("episodes", 0), ("ways", 1), ("shots", 0), ("queries", 1.5)):
         numbers = {"episodes": 1, "ways": 2, "shots": 1, "queries": 1, name: value}

@@ -1112,6 +1112,7 @@ FACTS = {
     "omniglot": ((1, 105, 105), 964),
     "omniglot-episodes": ((1, 32, 32), 5),
     "celeba": ((3, 64, 64), 0),
+    "unlabelled-images": ((3, 256, 256), 0),
     "imagenette": ((3, 160, 160), 10),
     "imagenet": ((3, 224, 224), 1000),
     "camvid": ((3, 360, 480), 11),

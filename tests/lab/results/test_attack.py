@@ -41,6 +41,27 @@ epochs = 4
 """
 
 
+GENERATOR = """
+[task]
+name = "generation"
+steps = 2
+penalty_from = 1
+
+[model]
+name = "generator"
+latent = 4
+channels = [8, 8]
+downsamplings = 0
+expansion = 1.0
+
+[training]
+batch_size = 300
+
+[[phases]]
+epochs = 1
+"""
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A folder with a trained run and the image of a digit that it classifies correctly."""
@@ -97,21 +118,32 @@ def test_an_image_of_another_size_is_cropped_and_resized_and_said_so(work, tmp_p
     assert found.note.endswith("large.png was cropped in the middle and resized from 24 x 16 to 8 x 8.")
 
 
+def code_of(words):
+    try:
+        return main(words)
+    except SystemExit as stop:  # of the parser
+        return stop.code
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--radius", "0"], "Budget.radius is 0.0; it must be a number above 0."),
-        (["--radius", "-1"], "Budget.radius is -1.0; it must be a number above 0."),
+        (["--radius", "0"], "--radius is 0.0; it must be a number above 0."),
+        (["--radius", "-1"], "--radius is -1.0; it must be a number above 0."),
         (["--radius", "2", "--norm", "linf"], "pixels are between 0 and 1"),
-        (["--steps", "0"], "Budget.steps is 0"),
+        (["--steps", "0"], "--steps is 0; it must be a whole number of at least 1"),
         (["--label", "12"], "--label is '12'; it must be a number from 0 to 9, or one of 0, 1, 2"),
         (["--label", "cat"], "--label is 'cat'"),
+        (["--radius", "nan"], "--radius is nan; it must be a number above 0."),
+        (["--radius", "far"], "--radius is 'far'; it must be a number."),
+        (["--norm", "l1"], "invalid choice 'l1'; known: l2, linf."),
+        (["--attack", "fgsm"], "invalid choice 'fgsm'; known: jiio, pgd, foolbox."),
         (["--out", "panel.jpg"], "--out is panel.jpg; it must end in .png."),
     ],
 )
 def test_bad_arguments_get_their_sentence(work, tmp_path, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(tmp_path)
-    assert main(["attack", str(work / "run"), str(work / "digit.png"), *words]) != 0
+    assert code_of(["attack", str(work / "run"), str(work / "digit.png"), *words]) == 2
     assert sentence in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
@@ -122,6 +154,9 @@ def test_no_file_is_overwritten_and_a_missing_image_is_named(work, tmp_path, cap
     assert "mine.png already exists" in capsys.readouterr().err
     assert main(["attack", str(work / "run"), str(tmp_path / "none.png"), "-o", str(tmp_path / "a.png")]) != 0
     assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "text.png").write_text("no image")
+    assert main(["attack", str(work / "run"), str(tmp_path / "text.png"), "-o", str(tmp_path / "a.png")]) == 2
+    assert "text.png cannot be read: it is not an image that can be read; formats: PNG" in capsys.readouterr().err
     assert (tmp_path / "mine.png").read_text() == "mine"
 
 
@@ -138,6 +173,18 @@ def test_a_run_that_is_not_a_classifier_is_named(work, tmp_path, capsys, monkeyp
     monkeypatch.setattr("equipoise.lab.results.attack.open_trained", open_other)
     assert main(["attack", str(work / "run"), str(work / "digit.png"), "-o", str(tmp_path / "a.png")]) != 0
     assert "`equipoise attack` requires a classifier of images" in capsys.readouterr().err
+
+
+def test_a_generator_is_not_attacked(work, tmp_path, capsys):
+    text = RECIPE.split("[model]")[0] + GENERATOR
+    (tmp_path / "generator.toml").write_text(text)
+    assert main(["train", str(tmp_path / "generator.toml"), "--runs", str(tmp_path / "runs"), "--threads", "1"]) == 0
+    capsys.readouterr()
+    assert main(["attack", str(tmp_path / "runs/generator-001"), str(work / "digit.png")]) == 2
+    said = capsys.readouterr().err
+    assert "was trained for the task 'generation'; `equipoise attack` requires a classifier of images" in said
+    assert main(["evaluate", str(tmp_path / "runs/generator-001"), "--task", "classification"]) == 2
+    assert "a generator maps latent vectors, (batch, 4), to images" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_taken_apart_is_named(work, tmp_path, capsys, monkeypatch):

@@ -50,7 +50,7 @@ def test_interpolation_runs_from_one_image_to_the_other(trained):
     for name, size in (("one.png", (8, 8)), ("two.png", (16, 12))):
         Image.new("L", size, 200).save(trained / name)
     text = run(trained, "interpolate", "runs/digits-001", "one.png", "two.png", "--frames", 3, "-o", "between.png")
-    assert "two.png" in text  # resized
+    assert "two.png was cropped in the middle and shrunk from 16 x 12 to 8 x 8" in text
     assert size_of(trained / "between.png") == (5 * 98 + 2, 98 + 2)
 
 
@@ -59,6 +59,11 @@ def test_interpolation_runs_from_one_image_to_the_other(trained):
     [
         (("sample", "RUN", "-n", "0"), "samples is 0; it must be a whole number of at least 1"),
         (("sample", "RUN", "--latents", "5"), "latents is 5; it must be a whole number of at least 20"),
+        (("sample", "RUN", "-n", "few"), "-n/--samples is 'few'; it must be a whole number."),
+        (("sample", "RUN", "--seed", "-1"), "seed is -1; it must be a whole number of at least 0"),
+        (("sample", "RUN", "--seed", 2**70), "it must be a whole number of at least 0 and at most 9.22337e+18"),
+        (("sample", "nowhere"), "there is no folder nowhere"),
+        (("interpolate", "RUN", "there.png", "text.png"), "text.png cannot be read: it is not an image"),
         (("sample", "RUN", "-o", "a.jpg"), "--out is a.jpg; it must be a file that ends in .png"),
         (("sample", "RUN", "-o", "there.png"), "there.png already exists"),
         (("interpolate", "RUN", "there.png", "there.png", "--frames", "1"), "frames is 1"),
@@ -67,14 +72,25 @@ def test_interpolation_runs_from_one_image_to_the_other(trained):
 )
 def test_wrong_arguments_get_a_sentence(trained, words, sentence):
     Image.new("L", (8, 8)).save(trained / "there.png")
+    (trained / "text.png").write_text("no image")
     text = run(trained, *("runs/digits-001" if word == "RUN" else word for word in words), expect=2)
     assert sentence in " ".join(text.split())
 
 
 def test_a_run_of_another_model_is_rejected(tmp_path):
     classifier = train(tmp_path)
-    text = run(tmp_path, "sample", classifier.folder, "--trust", "lab_helpers", expect=2)
-    assert "which does not generate images: give a run of the model 'generator' or 'mdeq-vae'" in " ".join(text.split())
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    for words in (("sample",), ("interpolate", "a.png", "a.png")):
+        text = run(tmp_path, words[0], classifier.folder, *words[1:], "--trust", "lab_helpers", expect=2)
+        expected = "which does not generate images: give a run of the model 'generator' or 'mdeq-vae'"
+        assert expected in " ".join(text.split())
+
+
+def test_too_few_training_images_for_a_density(tmp_path):
+    (tmp_path / "digits.toml").write_text(RECIPE.replace("limit = 60", "limit = 12").replace("= 10", "= 0"))
+    run(tmp_path, "train", "digits.toml")
+    text = run(tmp_path, "sample", "runs/digits-001", expect=2)
+    assert "runs/digits-001 was trained on 12 images; the density of latent vectors requires at least 20" in text
 
 
 def test_grid_shows_every_image_where_it_belongs(tmp_path):

@@ -64,5 +64,5 @@ def test_samples_of_a_known_mixture(diagonal):
 
 
 def test_too_few_latent_vectors_are_rejected():
-    with pytest.raises(ValueError, match="latents has 19 rows; a density needs at least 20 latent vectors"):
+    with pytest.raises(ValueError, match="latents has 19 rows; it must have at least 20, one per latent vector"):
         fit_density(torch.randn(19, 3))

@@ -76,5 +76,5 @@ def test_wrong_options_are_rejected(options, sentence):
 
 
 def test_wrong_latent_vectors_are_rejected():
-    with pytest.raises(ValueError, match=r"x has shape \(2, 5\); latent vectors have shape \(batch, 3\)"):
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5\); a generator maps latent vectors, \(batch, 3\)"):
         tiny()(torch.randn(2, 5))

@@ -188,6 +188,7 @@ DATA_SETS = Registry(
         "imagenette": "equipoise.lab.data.sets.folders:imagenette",
         "imagenet": "equipoise.lab.data.sets.folders:imagenet",
         "image-folder": "equipoise.lab.data.sets.folders:image_folder",
+        "unlabelled-images": "equipoise.lab.data.sets.folders:unlabelled_images",
         "camvid": "equipoise.lab.data.sets.scenes:camvid",
         "cityscapes": "equipoise.lab.data.sets.scenes:cityscapes",
     },

@@ -143,7 +143,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A published figure: a function that draws it from trained recipes."""
+    """A published figure: a function that draws it from trained recipes, or from the recipes themselves."""
 
     title: str
     figure: str  # a name of equipoise.lab.results.figures, or "my_module:draw"
@@ -151,3 +151,4 @@ class FigureSpec:
     paper: Paper = Paper()
     options: dict[str, Any] = field(default_factory=dict)
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes to the figure's own options
+    fewest_runs: Count | None = None  # number of trained runs that suffice for --run; None for one per recipe

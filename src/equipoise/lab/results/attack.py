@@ -1,4 +1,4 @@
-"""Attack an image file with a trained run: the image, what was changed, the result, and both answers."""
+"""Attack an image file with a trained run: draw the image, the perturbation and the result, with both predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.parts.context_managers import exact_gradients
+from equipoise.options import require_number
 from equipoise.tasks.classification import LabelTask
 from equipoise.tasks.drawing import attack_panel
 from equipoise.tasks.robustness import ATTACKS, JOINT_STEPS, Budget, change_norms
@@ -27,7 +28,7 @@ Answer = dict[str, float]  # probability by class, largest first
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attack did to an image, and the picture it was written to."""
+    """The result of an attack on an image, and the file of its picture."""
 
     picture: Path
     label: str  # the class that the attack leads away from
@@ -58,7 +59,8 @@ def attack_image(
 
     Args:
         run: trained run of a classifier.
-        image: image file; cropped in the middle and resized to the size of the training images, which the note says.
+        image: image file; one of another size than the training images is cropped in the middle and resized, as the
+            note of the result says.
         out: file to write (.png); None for IMAGE-attacked.png in the current folder. It must not exist yet.
         label: name or number of the true class; None for the class that the model predicts.
         norm, radius: largest change, see :class:`~equipoise.tasks.robustness.Budget`.
@@ -71,6 +73,8 @@ def attack_image(
         >>> found.clean, found.attacked
     """
     picture = new_picture(image, out)
+    require_number("--radius", radius, above=0)
+    require_number("--steps", steps, at_least=1, whole=True, optional=True)
     budget = Budget(radius=radius, norm=norm, steps=STEPS.get(attack, 20) if steps is None else steps)
     method = ATTACKS[attack]
     trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))

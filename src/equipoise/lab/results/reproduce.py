@@ -30,7 +30,8 @@ from equipoise.lab.training.trainer import Stopped, train_run
 from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName
 from equipoise.registry import Registry, UnknownName, call, check_options, looking_up, parameters
 
-FIGURE_FACTS = ("runs", "machine", "folders", "path")  # arguments that a figure function may have beside its options
+# Arguments that a figure function may have beside its options. Without "runs", nothing is trained.
+FIGURE_FACTS = ("runs", "recipes", "machine", "folders", "path")
 # The shape of reproduce.json and figure.json.
 REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}
 
@@ -178,8 +179,13 @@ def draw_figure(
     """
     source, for_recipes = open_figure(name, budget, changes)
     spec: FigureSpec = source.read(FigureSpec)
-    if given and len(given) != len(spec.recipes):
-        raise RecipeError(f"{name} requires {len(spec.recipes)} runs ({', '.join(spec.recipes)}), got {len(given)}.")
+    most = len(spec.recipes)
+    fewest = most if spec.fewest_runs is None else min(spec.fewest_runs, most)
+    if given and not trains(source):
+        raise RecipeError(f"{name} is drawn from recipes, not from trained runs: omit --run.")
+    if given and not fewest <= len(given) <= most:
+        count = f"{most}" if fewest == most else f"{fewest} to {most}"
+        raise RecipeError(f"{name} requires {count} runs ({', '.join(spec.recipes)}), got {len(given)}.")
     if given and (for_recipes or (budget and budget not in spec.budget)):
         raise RecipeError(
             f"{name} is drawn from trained runs (--run): a budget or changes of recipes have no effect on them; only "
@@ -189,8 +195,10 @@ def draw_figure(
     check_options(figure_function(source), spec.options, FIGURE_FACTS, f"figure {spec.figure!r}")  # before training
     if given:
         runs = [open_run(folder, trust) for folder in given]
-        return drawn(source, runs, machine, folders, out or picture_in(runs[0].folder, source))
-    require_data(trainings(source, budget, for_recipes), folders)  # all recipes are checked first
+        return drawn(source, runs, [], machine, folders, out or picture_in(runs[0].folder, source))
+    recipes = trainings(source, budget, for_recipes)  # all recipes are checked first
+    if trains(source):
+        require_data(recipes, folders)
     folder = new_request("figure.json", name, source, budget, changes, folders, parent, machine)
     return continue_figure(folder, machine, trust=ANYTHING, out=out)
 
@@ -213,8 +221,12 @@ def continue_figure(
     introduce(spec, asked["budget"], recipes, source, machine)
     again = [*trust_words(*recipes), *(["--trust", module_of(spec.figure)] if ":" in spec.figure else [])]
     again += [] if out is None else ["--out", str(out)]
-    trained = [trained_in(folder, f"recipe-{i}", recipe, machine, places, again) for i, recipe in enumerate(recipes, 1)]
-    return drawn(source, [open_run(run, trust) for run in trained], machine, places, out or picture_in(folder, source))
+    trained = [
+        trained_in(folder, f"recipe-{i}", recipe, machine, places, again)
+        for i, recipe in enumerate(recipes if trains(source) else [], 1)
+    ]
+    runs = [open_run(run, trust) for run in trained]
+    return drawn(source, runs, recipes, machine, places, out or picture_in(folder, source))
 
 
 def open_figure(
@@ -245,6 +257,11 @@ def figure_options(source: RecipeFile) -> set[str]:
     return parameters(figure_function(source))[0] - set(FIGURE_FACTS)
 
 
+def trains(source: RecipeFile) -> bool:
+    """Return whether a figure is drawn from trained runs; otherwise it is drawn from the recipes themselves."""
+    return "runs" in parameters(figure_function(source))[0]
+
+
 def trainings(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[RecipeFile]:
     """Return the checked recipes of a figure, with the figure's changes applied, then those of the command line."""
     recipes = []
@@ -266,11 +283,18 @@ def picture_in(folder: Path, source: RecipeFile) -> Path:
     return folder / f"{source.name.replace('/', '-')}.png"
 
 
-def drawn(source: RecipeFile, runs: list[Run], machine: Machine, folders: Sequence[Path], path: Path) -> Path:
-    """Draw a figure from its runs and save it."""
+def drawn(
+    source: RecipeFile,
+    runs: list[Run],
+    recipes: list[RecipeFile],
+    machine: Machine,
+    folders: Sequence[Path],
+    path: Path,
+) -> Path:
+    """Draw a figure from its runs, or from its recipes, and save it."""
     if machine.leads:
         spec: FigureSpec = source.read(FigureSpec)
-        facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, machine, list(folders), path), strict=True))
+        facts: dict[str, Any] = dict(zip(FIGURE_FACTS, (runs, recipes, machine, list(folders), path), strict=True))
         figure = call(figure_function(source), spec.options, facts, f"figure {spec.figure!r}")
         with whole(path) as part:
             figure.savefig(part, format=path.suffix.lstrip(".") or "png", dpi=150)

@@ -12,6 +12,7 @@ from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.files import whole
 from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
+from equipoise.lab.results.sample import LARGEST_SEED
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
@@ -31,7 +32,7 @@ SMALLEST = 11  # side of the window of the structural similarity
 
 @options
 class Request:
-    """What is to be restored.
+    """An image to restore, and how it is degraded.
 
     Args:
         image: image file.
@@ -54,9 +55,9 @@ class Request:
 
     def __post_init__(self) -> None:
         require_number("--steps", self.steps, at_least=1, whole=True)
-        require_number("--seed", self.seed, at_least=0, whole=True)
+        require_number("--seed", self.seed, at_least=0, at_most=LARGEST_SEED, whole=True)
         if (self.problem is None) == (self.mask is None):
-            raise ValueError("a request needs a problem or a mask, and not both.")
+            raise ValueError("Request needs exactly one of problem and mask.")
         if self.degraded and self.problem == "inpaint":
             raise ValueError(
                 "--inpaint hides a random square of a whole image. To restore an image that is degraded already, mark "
@@ -206,7 +207,7 @@ def middle(before: Sequence[int], after: Sequence[int]) -> tuple[int, int, int, 
 
 
 def new_strip(image: Path, out: Path | None) -> Path:
-    """Return the file of the strip; raise ValueError if it exists or is no PNG file."""
+    """Return the file of the strip; raise ValueError if it exists or does not end in .png."""
     strip = Path(f"{image.stem}-restored.png") if out is None else out
     if strip.suffix != ".png":
         raise ValueError(f"--out is {printable(strip)}; it must be a file that ends in .png.")

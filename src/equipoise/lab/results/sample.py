@@ -18,7 +18,7 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.generator.density import DensitySize, LatentDensity, fit_density
+from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensity, fit_density
 from equipoise.models.generator.model import Generator
 from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require_number
@@ -28,6 +28,7 @@ DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it bel
 STEPS = 40  # joint steps that find the latent vector of an image
 LATENTS = 2000  # training images to whose latent vectors a density is fitted
 BATCH = 50
+LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
@@ -74,6 +75,7 @@ def sample_images(
         ...     sample_images(open_run("runs/jiio-celeba-001"), machine, Path("faces.png"))
     """
     require_number("samples", samples, at_least=1, whole=True)
+    require_number("seed", seed, at_least=0, at_most=LARGEST_SEED, whole=True)
     require_new_png(out)
     trained, model = open_generator(run, machine, weights)
     x, density = drawn_latents(run, trained, samples, seed=seed, weights=weights, latents=latents, folders=folders)
@@ -96,7 +98,7 @@ def drawn_latents(
     if latents is None and isinstance(trained.model, MDEQVAE):
         return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
     latents = LATENTS if latents is None else latents
-    require_number("latents", latents, at_least=20, whole=True)
+    require_number("latents", latents, at_least=FEWEST, whole=True)
     density = density_of(run, trained, model, weights, latents, folders)
     return density.sample(samples, draws), density
 
@@ -115,6 +117,11 @@ def density_of(
                 density.load_state_dict(tensors)
                 return density.eval()
     found = latents_of(run, trained, model, latents, folders)
+    if len(found) < FEWEST:
+        raise RunError(
+            f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
+            f"{FEWEST}: use a run with a larger data.limit."
+        )
     with progress_bar("density", 1) as bar:
         density = fit_density(found, each=lambda _: bar.refresh())
     checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark})

@@ -1,8 +1,8 @@
 """A two-scale MDEQ classifier that a task vector adapts to new classes.
 
 S. Gurumurthy, S. Bai, Z. Manchester, J. Z. Kolter, "Joint inference and input optimization in equilibrium networks"
-(2021), appendices B.1 and C.2, with the wiring of the authors' code. The model is not told its classes: what the
-classes of a task are is in the task vector x, which is found by minimising the loss of a few labelled images.
+(2021), appendices B.1 and C.2, with the wiring of the authors' code. The classes of a
+task are encoded in its task vector x, which is found by minimising the loss of a few labelled images.
 """
 
 from collections.abc import Sequence

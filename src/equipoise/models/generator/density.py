@@ -19,6 +19,7 @@ from equipoise.options import option, options
 
 HELD_OUT = 0.1  # share of the codes by whose likelihood the mixture is chosen
 CHOICES = (1, 2, 5, 10, 20)  # numbers of components to choose from
+FEWEST = 20  # latent vectors that can be fitted
 PER_DIMENSION = 10  # latent vectors per component and dimension that are enough for the published mixture
 
 
@@ -131,8 +132,8 @@ def fit_density(
         each: function called after each epoch with the number of epochs so far.
     """
     n, latent = latents.shape
-    if n < 20:
-        raise ValueError(f"latents has {n} rows; a density needs at least 20 latent vectors.")
+    if n < FEWEST:
+        raise ValueError(f"latents has {n} rows; it must have at least {FEWEST}, one per latent vector.")
     many = n >= PER_DIMENSION * (components or 20) * (code or 3 * latent)
     code = code or (3 * latent if many else latent)
     width = width or (2048 if many else 512)

@@ -113,5 +113,8 @@ class Generator(nn.Module):
 
     def forward(self, x: Tensor, z0: tuple[Tensor, ...] | None = None) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.latent:
-            raise ValueError(f"x has shape {tuple(x.shape)}; latent vectors have shape (batch, {self.latent}).")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; a generator maps latent vectors, (batch, {self.latent}), to images. "
+                "equipoise.tasks.generation.fit finds the latent vectors of images."
+            )
         return self.image(self.equilibrium(x, z0=z0))

@@ -5,6 +5,9 @@ FIGURES = (
     "attack_figures:attack_time",
     "restoration_figures:restorations",
     "generation_figures:cost_over_time",
+    "generation_figures:fitting_time",
+    "sample_figures:generated",
+    "hyperparameter_figures:hyperparameters",
     "few_shot_figures:inner_steps",
     "few_shot_figures:inner_time",
 )

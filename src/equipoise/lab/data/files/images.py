@@ -89,7 +89,8 @@ def read_image_file(
     if 1 / note_above <= factor <= note_above and (note_above > 1 or before == (height, width)):
         return tensor, ""
     change = "shrunk" if factor > 1 else "enlarged" if factor < 1 else "cropped"
-    how = f"{change} from {before[1]} x {before[0]} to {width} x {height}"
+    cropped = "cropped in the middle and " if factor != 1 and before[0] * width != before[1] * height else ""
+    how = f"{cropped}{change} from {before[1]} x {before[0]} to {width} x {height}"
     return tensor, f"{printable(path)} was {how}, the size of the images that the run was trained on."
 
 

@@ -55,14 +55,15 @@ class Episodes(Split):
             raise TypeError(f"data.rotations is {rotations!r}; it must be true or false.")
         characters, each = drawings.shape[:2]
         if ways > self.classes:
-            rotated = f" in 4 rotations, {self.classes} classes" if rotations else ""
+            rotated = " in 4 rotations" if rotations else ""
             raise ValueError(
-                f"data.ways is {ways}, but the {part or 'split'} characters are {characters}{rotated}: use fewer ways."
+                f"data.ways is {ways}; it must be at most {self.classes}: the {part or 'split'} characters are "
+                f"{characters}{rotated}."
             )
         if shots + queries > each:
             raise ValueError(
-                f"data.shots + data.queries is {shots} + {queries} = {shots + queries}, but a character has {each} "
-                "drawings: use fewer."
+                f"data.shots + data.queries is {shots} + {queries} = {shots + queries}; it must be at most "
+                f"{each}, the number of drawings of a character."
             )
 
     @property

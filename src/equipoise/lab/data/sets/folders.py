@@ -95,12 +95,7 @@ def image_folder(places: Places, folder: str, size: int = 64, channels: int = 3,
         channels: 3 for colour, 1 for grey.
         memory: decode all images once and keep them in memory.
     """
-    if channels not in MODES:
-        raise ValueError(f"data.channels is {channels!r}; it must be 1 (grey) or 3 (colour).")
-    if not isinstance(folder, str):
-        raise ValueError(f"data.folder is {folder!r}; it must be a string, the path of a folder.")
-    path = places.find_tree(folder) or Path(folder).expanduser()  # a run looks first in the folder it was started in
-    tree = places.open(path) if path.exists() else places.tree(folder)
+    tree = chosen_folder(places, folder, channels)
     parts = by_part(images(places, tree))
     if parts.keys() == {""} and {name for _, name in parts[""]} <= {"train", "val", "test"}:
         raise places.damaged(tree.path, "the images in train/ and test/ are not in folders by class, train/CLASS/")
@@ -112,7 +107,37 @@ def image_folder(places: Places, folder: str, size: int = 64, channels: int = 3,
         parts = {"train": [sample for row, sample in enumerate(every) if row % 10], "test": every[::10]}
     else:
         raise places.damaged(tree.path, "its images are not in folders CLASS/, nor in train/CLASS/ and test/CLASS/")
-    data = class_folders(places, tree, parts, size, channels, memory)
+    return with_statistics(class_folders(places, tree, parts, size, channels, memory))
+
+
+def unlabelled_images(places: Places, folder: str, size: int = 64, channels: int = 3, memory: bool = False) -> DataSet:
+    """Return all images of a folder (or zip) and its subfolders, without labels: batches are (images,).
+
+    Every tenth image is held out as test. The options are those of :func:`image_folder`.
+    """
+    require_number("data.size", size, at_least=1, whole=True)
+    tree = chosen_folder(places, folder, channels)
+    files = [(file,) for file in images(places, tree)]
+    if len(files) < 2:
+        raise places.damaged(tree.path, "it holds one image, too few to train and to test on")
+    decode = Decoder(places, tree, channels, size)
+    parts = ([sample for row, sample in enumerate(files) if row % 10], files[::10])
+    train, test = (in_memory(FileSplit(part, decode), memory) for part in parts)
+    return with_statistics(DataSet(places.name, train, test, shape_of(train)))
+
+
+def chosen_folder(places: Places, folder: str, channels: int) -> Tree:
+    """Return the folder (or zip) that the user chose; raise for another kind of value, or for other channels."""
+    if channels not in MODES:
+        raise ValueError(f"data.channels is {channels!r}; it must be 1 (grey) or 3 (colour).")
+    if not isinstance(folder, str):
+        raise ValueError(f"data.folder is {folder!r}; it must be a string, the path of a folder.")
+    path = places.find_tree(folder) or Path(folder).expanduser()  # a run looks first in the folder it was started in
+    return places.open(path) if path.exists() else places.tree(folder)
+
+
+def with_statistics(data: DataSet) -> DataSet:
+    """Return the data set with mean and standard deviation of up to 256 evenly spaced training images."""
     rows = torch.arange(0, len(data.train), math.ceil(len(data.train) / 256))
     levels = data.train.read(rows)[0].double().div(255).transpose(0, 1).flatten(1)
     std = levels.std(1).clamp(min=1 / 255)  # a channel may be constant
