@@ -156,6 +156,19 @@ def test_the_prototype_loss_is_small_for_features_that_tell_classes_apart():
     assert task.prototype_loss(Told(), (means, labels, swapped, labels)) > 10
 
 
+def test_the_classes_of_all_tasks_compete():
+    """Two tasks with the same images: every class has a twin, so that half the answers are wrong."""
+
+    class Told(nn.Module):
+        def embedding(self, images):
+            return images.flatten(2)
+
+    means = 10 * torch.eye(3, 16).view(1, 3, 1, 4, 4).expand(2, -1, -1, -1, -1)
+    labels = torch.arange(3).expand(2, -1)
+    loss = FewShot(NAMES).prototype_loss(Told(), (means, labels, means, labels))
+    torch.testing.assert_close(loss, torch.tensor(2.0).log())
+
+
 def test_the_random_iterate_of_the_jacobian_penalty():
     model, batch = learner(), episodes(6)
     seen = []

@@ -71,8 +71,9 @@ class FewShot(Task):
         jacobian: weight of the Jacobian penalty of f at a random iterate of the joint solve, in the training loss.
         jacobian_from: first step from which that iterate is drawn.
         prototypes: weight of an auxiliary training loss, which classifies query images by the nearest mean feature of a
-            class at x = 0 (J. Snell, K. Swersky, R. Zemel, "Prototypical networks", 2017). It makes features of one
-            class alike, without which x has nothing to select from early in training.
+            class, among those of all tasks of the batch, at x = 0 (J. Snell, K. Swersky, R. Zemel, "Prototypical
+            networks", 2017). It makes features of one class alike, without which x has nothing to select from early in
+            training.
         backward_steps: largest number of steps of the backward solve of "exact".
         proximal: weight of a proximal term in that solve, see :class:`~equipoise.KKTGradient`.
 
@@ -228,14 +229,19 @@ class FewShot(Task):
         return loss, sums
 
     def prototype_loss(self, model: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of query images classified by their distances to the means of classes."""
+        """Return the mean cross entropy of query images classified by their distances to the means of classes.
+
+        The classes of all tasks of the batch compete: telling 40 apart teaches more than telling 5.
+        """
         support, labels, query, answers = batch
+        ways = len(self.class_names)
         features = model.embedding(torch.cat([support, query], dim=1))
         learned, asked = features.split([support.shape[1], query.shape[1]], dim=1)
-        member = functional.one_hot(labels, len(self.class_names)).to(learned)
+        member = functional.one_hot(labels, ways).to(learned)
         means = member.mT @ learned / member.sum(dim=1).clamp(min=1)[:, :, None]
-        distances = (asked[:, :, None] - means[:, None]).square().mean(dim=-1)
-        return task_losses(-SHARPNESS * distances, answers).mean()
+        distances = (asked.flatten(0, 1)[:, None] - means.flatten(0, 1)[None]).square().mean(dim=-1)
+        first = ways * torch.arange(len(answers), device=answers.device)[:, None]  # class of each task
+        return functional.cross_entropy(-SHARPNESS * distances, (answers + first).flatten())
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         support, labels, query, answers = self.checked(model, batch)

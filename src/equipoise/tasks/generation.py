@@ -23,6 +23,7 @@ from equipoise.stability import jacobian_penalty
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.drawing import image_grid
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
 from equipoise.tasks.wrapped import inside, unwrapped
 from equipoise.tolerance import Tolerance
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 RELATIVE = 1e-3  # tolerance of the joint optimisation
 SHOWN = 8  # images in a figure
 GRADIENTS = ("implicit", "envelope")
+LATENTS = ("optimised", "frequencies")
 
 
 def generator_in(model: nn.Module) -> Generator:
@@ -95,6 +97,9 @@ class Generation(Task):
 
     Args:
         steps: number of joint steps that find the latent vectors.
+        latents: latent vectors in training: "optimised" by joint steps, or "frequencies", the low spatial frequencies
+            of the images. The latter is a warm-up, cheap and well conditioned, after which optimisation from x = 0 has
+            something to find; evaluation always optimises.
         gradient: "implicit" solves z* and its adjoint at the latent vectors found, starting from the state of the last
             joint step, for the gradient of the weights; it is exact for these latent vectors however inaccurate the
             joint optimisation is. "envelope" uses the adjoint of the joint optimisation (eq. 19) without any solve: it
@@ -114,12 +119,14 @@ class Generation(Task):
         jacobian: float = 0.1,
         probes: int = 2,
         penalty_from: int = 15,
+        latents: str = "optimised",
     ):
-        self.steps, self.gradient, self.jacobian = steps, gradient, jacobian
+        self.steps, self.gradient, self.jacobian, self.latents = steps, gradient, jacobian, latents
         self.probes, self.penalty_from = probes, penalty_from
         for name in ("steps", "probes", "penalty_from"):
             require(self, name, at_least=1, whole=True)
         require(self, "gradient", among=GRADIENTS)
+        require(self, "latents", among=LATENTS)
         require(self, "jacobian", at_least=0)
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
@@ -133,7 +140,12 @@ class Generation(Task):
 
         def forward(generator: Generator) -> Tensor:
             """Return the costs of the images, and their penalty, in one tensor."""
-            if self.gradient == "envelope":
+            if self.latents == "frequencies":
+                x = low_frequencies(images, generator.latent)
+                z = generator.equilibrium(x)
+                cost = squared_error(generator.image(z), x, images)
+                iterate.z, iterate.x = tuple(part.detach() for part in z), x
+            elif self.gradient == "envelope":
                 cost = fit(generator, squared_error, images, steps=self.steps, callback=follow).cost
             else:
                 with torch.no_grad():
