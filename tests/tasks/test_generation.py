@@ -14,6 +14,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.stability import jacobian_penalty
 from equipoise.tasks.generation import Generation, fit, generator_in, squared_error
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
 from lab_helpers import latest, run, run_two
 from tiny_generator import tiny
@@ -132,6 +133,21 @@ def test_gradient_of_the_weights_is_that_of_the_cost_at_fixed_latent_vectors(gra
         below = squared_error(model(x), x, truth).mean()
     expected, got = ((above - below) / 2e-5).item(), (slope * direction).sum().item()
     assert (abs(got - expected) <= 1e-4 * abs(expected)) is (gradient == "implicit")
+
+
+def test_a_warm_up_decodes_low_frequencies():
+    """The loss is that of the model at given latent vectors, with its penalty there."""
+    model, truth = tiny(), images_of(tiny(seed=2))
+    x = low_frequencies(truth, 3)
+    expected = squared_error(model(x), x, truth).mean()
+    loss, _ = Generation(latents="frequencies", jacobian=0.0).loss(model, (truth,))
+    torch.testing.assert_close(loss, expected)
+    weight = first_kernel(model)
+    torch.testing.assert_close(*(torch.autograd.grad(value, weight)[0] for value in (loss, expected)))
+    torch.manual_seed(5)
+    penalised, sums = Generation(latents="frequencies", jacobian=0.5).loss(model, (truth,))
+    assert sums["penalty"] > 0
+    torch.testing.assert_close(penalised, expected + 0.5 * sums["penalty"] / 4)
 
 
 def test_metrics_are_those_of_the_solved_images():
