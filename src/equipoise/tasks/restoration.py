@@ -69,7 +69,8 @@ class Restoration(Task):
             authors' code does.
         backward_steps: number of steps of the backward solve.
         proximal: proximal term of the exact gradient, see :class:`~equipoise.KKTGradient`; 0 for none.
-        jacobian, probes, penalty_from: see :class:`~equipoise.tasks.generation.Generation`.
+        jacobian, probes, penalty_from, latents: see :class:`~equipoise.tasks.generation.Generation`; ``latents`` is for
+            unsupervised training.
         adam: whether to measure Adam on x as well, with ``steps`` evaluations of f.
         also: further problems to evaluate, each a name and an amount, as "denoise 0.4".
         beta: see :class:`~equipoise.tasks.vae.VAE`; used in unsupervised training of a VAE only.
@@ -96,6 +97,7 @@ class Restoration(Task):
         adam: bool = False,
         also: Sequence[str] = (),
         beta: float | None = None,
+        latents: str = "optimised",
     ):
         self.degradation = Degradation(problem, amount)
         if not isinstance(also, list | tuple):
@@ -111,7 +113,10 @@ class Restoration(Task):
             require(self, name, kind=bool)
         require(self, "proximal", at_least=0)
         require(self, "gradient", among=GRADIENTS)
-        self.generation = Generation(self.train_steps, jacobian=jacobian, probes=probes, penalty_from=penalty_from)
+        penalty = {"jacobian": jacobian, "probes": probes, "penalty_from": penalty_from}
+        self.generation = Generation(self.train_steps, **penalty, latents=latents)
+        if latents != "optimised" and supervised:
+            raise ValueError(f"latents is {latents!r}; it is for unsupervised training: supervised=False.")
         self.beta, self.vae = beta, VAE() if beta is None else VAE(beta)
         if beta is not None and supervised:
             raise ValueError(f"beta is {beta}; it weighs the loss of a VAE in unsupervised training: supervised=False.")
