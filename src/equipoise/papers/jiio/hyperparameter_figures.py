@@ -136,7 +136,7 @@ def built(source: RecipeFile) -> Built:
     shape = (channels, *[options["size"]] * 2) if "size" in options else (channels, *sides)
     classes = about.classes or options.get("ways", 0)
     names, levels = tuple(map(str, range(classes))), (0.5,) * channels
-    facts = dict(zip(FACTS, (shape, classes, names, levels, levels), strict=True))
+    facts: dict[str, Any] = dict(zip(FACTS, (shape, classes, names, levels, levels), strict=True))
     with torch.device("meta"):
         model = build_model(recipe, facts, where)
     optimizer = build_optimizer(recipe, [nn.Parameter(torch.zeros(1))], where).defaults
@@ -153,7 +153,8 @@ def same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, str) or isinstance(second, str):
         return str(first).lower() == str(second).lower()
-    return math.isclose(first, second, rel_tol=1e-6)
+    numbers = isinstance(first, int | float) and isinstance(second, int | float)
+    return math.isclose(first, second, rel_tol=1e-6) if numbers else first == second
 
 
 def shown(value: Any) -> str:
