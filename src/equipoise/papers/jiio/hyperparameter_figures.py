@@ -153,8 +153,9 @@ def same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, str) or isinstance(second, str):
         return str(first).lower() == str(second).lower()
-    numbers = isinstance(first, int | float) and isinstance(second, int | float)
-    return math.isclose(first, second, rel_tol=1e-6) if numbers else first == second
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second
 
 
 def shown(value: Any) -> str:
