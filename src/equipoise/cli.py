@@ -654,7 +654,7 @@ def print_numbers(metrics: dict[str, float]) -> None:
     from equipoise.lab.training.evaluate import format_metric
 
     for name, value in metrics.items():
-        print(f"{name:<18}{format_metric(name, value)}")
+        print(f"{name:<17} {format_metric(name, value)}")  # names may be longer
 
 
 def print_solver(solver: dict[str, Any]) -> None:
