@@ -386,9 +386,9 @@ def plain(text: str) -> str:
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def wrapped(title: str) -> str:
-    """Wrap a title to the width of a panel."""
-    return plain(textwrap.fill(title, 55))
+def wrapped(title: str, width: int = 55) -> str:
+    """Wrap a title to the width of a panel, in characters."""
+    return plain(textwrap.fill(title, width))
 
 
 def capital(text: str) -> str:

@@ -217,5 +217,6 @@ def draw_times(axis: Axes, entry: dict[str, Any]) -> None:
     axis.set_yticks(heights, list(entry["methods"]))
     for height, width, each in zip(heights, widths, found, strict=True):
         axis.text(width, height, f" {each['speed-up']:.1f} x, cost {each['cost']:.3g}", va="center", fontsize=8)
-    axis.margins(x=0.4)
-    axis.set(xlabel="milliseconds of processor time", title=wrapped(entry["title"]))
+    axis.set_xlim(0, 1.6 * max(widths))
+    axis.set_xlabel("milliseconds of processor time")
+    axis.set_title(wrapped(entry["title"], 36), fontsize=10)
