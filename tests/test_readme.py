@@ -134,6 +134,8 @@ def test_predicting_the_most_frequent_class_of_camvid_scores_as_stated():
 def score(test):
     if "accuracy" in test:
         return f"{test['accuracy']:.2%}"
+    if "psnr" in test:
+        return f"{test['psnr']:.2f} dB"
     return f"{test['mean IoU']:.2%} mean IoU, {test['pixel accuracy']:.2%} pixel accuracy"
 
 

@@ -24,7 +24,7 @@ class Task(ABC):
     batches, so that a resumed run continues as if it had not stopped.
     """
 
-    best_metric: ClassVar[str]  # the metric of the validation split that selects the best weights
+    best_metric: str  # the metric of the validation split that selects the best weights
     best_is_largest: ClassVar[bool] = True
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:

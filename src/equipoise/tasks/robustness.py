@@ -203,8 +203,6 @@ class Robustness(LabelTask):
         >>> task = Robustness(class_names, radius=1.0, norm="l2", attack=["pgd", "jiio"], train_steps=7)
     """
 
-    best_metric = "robust accuracy"
-
     @accepts(*positional_of(LabelTask), *options_of(Budget, *EVALUATED))
     def __init__(
         self,
@@ -223,6 +221,8 @@ class Robustness(LabelTask):
         require(self, "joint_steps", at_least=1, whole=True)
         require(self, "train_attack", among=TRAINED)
         require(self, "train_steps", at_least=0, whole=True)
+        # Trained on clean images, a model has no robust accuracy to speak of: the best weights would be chance.
+        self.best_metric = "robust accuracy" if train_steps else "accuracy"
         names = [attack] if isinstance(attack, str) else attack
         if not isinstance(names, list | tuple) or not names or len(set(map(str, names))) < len(names):
             raise ValueError(f"attack is {attack!r}; it must be the name of an attack, or a list of different names.")

@@ -91,7 +91,7 @@ def test_wrong_arguments_get_a_sentence(trained, words, sentence):
 
 def test_a_missing_file_is_reported_before_anything_is_computed(trained, monkeypatch):
     monkeypatch.setattr("equipoise.lab.results.features.INCEPTION_FILES", ("not-here.pth",))
-    monkeypatch.setattr(distance, "density_of", None)
+    monkeypatch.setattr(distance, "drawn_latents", None)
     with this_machine("cpu") as machine, pytest.raises(MissingData, match="the FID needs the Inception network"):
         run_distances(open_run(trained / "runs/digits-001"), machine, "inception")
 
