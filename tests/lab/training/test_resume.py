@@ -375,7 +375,7 @@ def test_weights_that_are_best_and_last_are_tested_once(tmp_path, monkeypatch, b
 
 def test_the_best_weights_are_best_by_the_task_of_the_last_phase(tmp_path):
     """Accuracy and robust accuracy cannot be compared."""
-    attacked = 'task = {name = "robustness", radius = 0.5, steps = 2}'
+    attacked = 'task = {name = "robustness", radius = 0.5, steps = 2, train_steps = 1}'
     trained = train(tmp_path, phases=f"{EPOCHS}\n[[phases]]\nepochs = 1\n{attacked}\n")
     assert trained.epochs()[-1]["val"]["robust accuracy"] < trained.epochs()[-2]["val"]["accuracy"]
     assert (trained.result or {})["best"]["metric"] == "robust accuracy"
