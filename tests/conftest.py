@@ -1,5 +1,7 @@
 """What every test shares: one thread (small tensors are slower with more), one seed, no deadlines."""
 
+import os
+import tempfile
 import warnings
 
 import pytest
@@ -8,6 +10,10 @@ from hypothesis import HealthCheck, settings
 from torch.autograd import forward_ad
 
 torch.set_num_threads(1)
+
+# Compiled code of this process alone: what another processor or worker left in the common cache may crash.
+COMPILED = tempfile.TemporaryDirectory(prefix="equipoise-inductor-", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = COMPILED.name
 
 with warnings.catch_warnings():
     # torch warns about itself at the first use of forward-mode differentiation: its rules are written in torch.jit.
