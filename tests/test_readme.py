@@ -299,3 +299,47 @@ def test_what_is_said_of_figure_4a_is_what_was_measured():
     assert f"stays at {floors[0]:.0e} for λ = 1/C and at {floors[1]:.0e} for 0.1" in SAID
     assert hard["0.01"]["high"][-1] > 1e-5
     assert min(min(panel["curves"]["1"]["low"]) for panel in panels) > 0.1
+
+
+def jiio(name):
+    return json.loads((ROOT / "results" / "jiio" / f"{name}.json").read_text())
+
+
+def test_the_restored_faces_are_those_of_the_files():
+    unsupervised, hundred = jiio("celeba-restoration"), jiio("celeba-100-restoration")
+
+    def cell(measured, prefix, kind):
+        psnr, ssim = (measured.get(f"{prefix}median {kind}{name}") for name in ("psnr", "ssim"))
+        return "not run" if psnr is None else f"{psnr:.2f}, {ssim:.3f}"
+
+    problems = {"inpaint 10 x 10": "", **{name: f"{name}: " for name in ("denoise 0.2", "denoise 0.4", "deblur 1.5")}}
+    for name, prefix in {**problems, "upscale 2": "upscale 2: "}.items():
+        cells = [cell(unsupervised, prefix, kind) for kind in ("given ", "plain ", "adam ", "")]
+        assert f"| {name} | {' | '.join([*cells, cell(hundred, prefix, '')])} |" in SAID
+    kept = [cell(measured, "", "filled ") for measured in (unsupervised, hundred)]
+    assert f"| inpaint, known pixels kept | | | | {' | '.join(kept)} |" in SAID
+    trainings = {
+        "unsupervised": ("celeba-inpaint-40", "celeba-restoration"),
+        "supervised, detached": ("celeba-inpaint-detached-40", "celeba-inpaint-detached-100"),
+        "supervised, exact": ("celeba-inpaint-exact-40", "celeba-inpaint-exact-100"),
+    }
+    for name, files in trainings.items():
+        numbers = [jiio(file)[f"median {kind}psnr"] for file in files for kind in ("", "filled ")]
+        assert f"| {name} | {' | '.join(f'{number:.2f}' for number in numbers)} |" in SAID.replace("**", "")
+    assert f"reconstructs the 500 test faces with {jiio('celeba-100-test')['psnr']:.2f} dB" in SAID
+    distances = jiio("celeba-distance")
+    parts = " for reconstructions, {:.2f} for samples, and {:.2f} for training images"
+    expected = f"{distances['reconstructions']:.2f}" + parts.format(distances["samples"], distances["training"])
+    assert expected in SAID
+
+
+def test_the_accuracies_under_attack_are_those_of_the_files():
+    names = {"clean images": "clean", "images attacked by PGD": "pgd", "images attacked by JIIO": "jiio"}
+    metrics = ("accuracy", "accuracy under pgd", "accuracy under jiio", "robust accuracy")
+    for title, name in names.items():
+        test = jiio(f"mnist-{name}.result")["test"]
+        shares = [*(test[metric] for metric in metrics), jiio(f"mnist-{name}-foolbox")["robust accuracy"]]
+        assert f"| {title} | {' | '.join(f'{share:.1%}' for share in shares)} |" in SAID
+    learned = jiio("omniglot-test")
+    interval = learned["95% interval of accuracy (±)"]
+    assert f"**{100 * learned['accuracy']:.2f} ± {100 * interval:.2f}%**" in SAID

@@ -31,7 +31,7 @@ class Distances:
         images: number of test images, and of samples.
         training_images: number of training images.
         reconstructions, samples, training: distance of each set of images from the test images.
-        note: remark on the number of images; empty if there is none.
+        note: remark on the number of images, or an empty string.
     """
 
     distance: str

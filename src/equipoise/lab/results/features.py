@@ -103,7 +103,7 @@ def open_inception(folders: Sequence[str | Path] = ()) -> Features:
 
 
 def inception_file(folders: Sequence[str | Path]) -> Path:
-    """Return the file of the Inception network in the search path; raise MissingData if there is none."""
+    """Return the file of the Inception network in the search path; raise MissingData if it is missing."""
     roots = search_path(folders)
     for path in (place / name for root in roots for place in (root / INCEPTION, root) for name in INCEPTION_FILES):
         if path.is_file():

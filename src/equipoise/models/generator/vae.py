@@ -30,10 +30,10 @@ class MDEQVAE(nn.Module):
     """Map images in [-1, 1] to their reconstructions, the images of the means of their latent vectors.
 
     The encoder is an :class:`~equipoise.models.mdeq.model.MDEQ` whose classification head gives mean and log variance.
-    Its stem and head have BatchNorm, where the paper has GroupNorm to keep samples of a joint optimisation apart, of
-    which the encoder is no part. ``decoder`` is a :class:`~equipoise.models.generator.model.Generator`, for which
-    latent vectors can also be found by joint optimisation ("MDEQ-VAE w/ JIIO"): tasks and commands that need a
-    generator use it.
+    Its stem and head have BatchNorm, where the paper has GroupNorm to keep the samples of a joint optimisation
+    independent; the encoder does not take part in one. ``decoder`` is a
+    :class:`~equipoise.models.generator.model.Generator`, for which latent vectors can also be found by joint
+    optimisation ("MDEQ-VAE w/ JIIO"): tasks and commands that need a generator use it.
 
     Args:
         shape: shape of one image, (channels, height, width).

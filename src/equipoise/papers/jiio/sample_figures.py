@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
-from equipoise.lab.results.sample import decoded, density_of, open_generator
+from equipoise.lab.results.sample import decoded, drawn_latents, open_generator
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
@@ -63,8 +63,9 @@ def generated(
         trained, model = open_generator(run, machine, "best")
         entry, title = describe(run), run.recipe.title
         if samples:
-            density = density_of(run, trained, model, "best", latents, folders)
-            images = decoded(trained, model, density.sample(samples, torch.Generator().manual_seed(seed)))
+            x, density = drawn_latents(run, trained, samples, seed=seed, latents=latents, folders=folders)
+            assert density is not None  # latents are given
+            images = decoded(trained, model, x)
             blocks.append((f"Samples: {title}", [(part, [""] * len(part)) for part in images.split(COLUMNS)]))
             entry |= {"samples": samples, "Gaussians": density.size.components}
         if reconstructions:
