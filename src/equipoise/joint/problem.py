@@ -7,6 +7,8 @@ adjoint of inference, and the input. One evaluation is one f, one loss, and one 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +115,12 @@ class Joint(Structure):
         gradient = -gap[:, self.x]  # exact, where a difference of images would cancel
         image[:, self.x] += v[:, self.x]
         return Evaluation(image, gap, gradient, cost.to(v.dtype))
+
+    @functools.cached_property
+    def reach(self) -> Tensor:
+        """The largest distance between two feasible x, of each sample or of all; infinite without a constraint."""
+        reach = math.inf if self.constraint is None else self.constraint.reach()
+        return torch.as_tensor(reach, dtype=self.problem.layout.dtype, device=self.problem.device)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest feasible rows of x."""

@@ -50,6 +50,7 @@ class JointState(State):
     gap: Tensor  # F(v) - v; where the constraint acts, its x-block is the gradient mapping (P(x - b g) - x) / b
     gradient: Tensor  # g
     cost: Tensor
+    images: Tensor  # (batch, 2): norms of f and of J_z^T mu + dl/dz
     kkt: Tensor  # (batch, 3)
     scale: Tensor  # (batch, 4): radius R, sum of |g|^2, largest norms of the images of z and mu
     origin: Tensor  # first x
@@ -118,7 +119,8 @@ class JointSolver(Solver):
     ) -> JointState:
         """Return the state at ``v``, measured."""
         x = v[:, joint.x]
-        energy, peak = at.gradient.square().sum(dim=1), image_norms(joint, at.image)
+        energy, images = at.gradient.square().sum(dim=1), block_norms(joint, at.image)
+        peak = images
         if before is None:
             seen, origin, radius = 0, x, torch.zeros_like(energy)
             slopes = v.new_zeros(len(v), SLOPES)
@@ -126,9 +128,9 @@ class JointSolver(Solver):
             seen, origin = before.seen + 1, before.origin
             radius, earlier = before.scale[:, 0], before.scale[:, 1]
             energy = energy + earlier
-            peak = torch.maximum(peak, before.scale[:, 2:])
+            peak = torch.maximum(images, before.scale[:, 2:])
             if seen == 1:
-                radius = first_radius(joint, v, at)
+                radius = first_radius(joint, v, at, images)
             radius = torch.maximum(radius, row_norms(x - origin))
             moved = row_norms(x - before.z[:, joint.x])
             slope = row_norms(at.gradient - before.gradient) / moved
@@ -136,7 +138,9 @@ class JointSolver(Solver):
             slope = torch.where(torch.isfinite(slope) & (moved > MOVED * radius), slope, 0.0)
             slopes = torch.cat([slope[:, None], before.slopes[:, :-1]], dim=1)
         scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
-        automatic = torch.minimum(automatic_size(scale), SHARE_OF_NEWTON / slopes.amax(dim=1))
+        # Within a set as small as R, no step leads far: the whole inverse of the curvature is allowed.
+        share = torch.where(radius < joint.reach, SHARE_OF_NEWTON, 1.0)
+        automatic = torch.minimum(automatic_size(scale), share / slopes.amax(dim=1))
         move = self.rule.move(at.gradient, automatic, seen, moments)
         size = torch.zeros_like(automatic) if move.size is None else move.size
         by, gap = move.by, at.gap
@@ -148,7 +152,7 @@ class JointSolver(Solver):
             if move.size is not None:
                 mapped = torch.where(acts & (size > 0)[:, None], by / size[:, None], gap[:, joint.x])
                 gap = torch.cat([gap[:, : 2 * joint.n], mapped], dim=1)
-        kkt = residuals(joint, v, at.image, at.gradient, scale)
+        kkt = residuals(joint, x, block_norms(joint, at.gap), images, at.gradient, scale)
         better, kept = prefer(joint.function.select, kkt, at.cost, before, seen)
         return JointState(
             v,
@@ -156,6 +160,7 @@ class JointSolver(Solver):
             gap,
             at.gradient,
             at.cost,
+            images,
             kkt,
             scale,
             origin,
@@ -175,8 +180,9 @@ class JointSolver(Solver):
     def measured(self, problem: Problem, z: Tensor, image: Tensor, companion: Tensor | None) -> Measured:
         assert companion is not None
         joint = self.structure(problem, Joint)
-        kkt = residuals(joint, z, image, z[:, joint.x] - image[:, joint.x], companion[:, :SCALES])
-        return Measured(z, image, kkt)
+        gap, x = image - z, z[:, joint.x]
+        norms = block_norms(joint, gap), block_norms(joint, image)
+        return Measured(z, image, residuals(joint, x, *norms, -gap[:, joint.x], companion[:, :SCALES]))
 
 
 @dataclass
@@ -203,23 +209,21 @@ def automatic_size(scale: Tensor) -> Tensor:
     return scale[:, 0] / scale[:, 1].sqrt().clamp(min=torch.finfo(scale.dtype).tiny)
 
 
-def image_norms(joint: Joint, image: Tensor) -> Tensor:
-    """Return the norms of f and of J_z^T mu + dl/dz."""
-    return torch.stack([row_norms(image[:, joint.z]), row_norms(image[:, joint.mu])], dim=1)
+def block_norms(joint: Joint, rows: Tensor) -> Tensor:
+    """Return the (batch, 2) norms of the z-block and the mu-block."""
+    return torch.stack([row_norms(rows[:, joint.z]), row_norms(rows[:, joint.mu])], dim=1)
 
 
-def residuals(joint: Joint, v: Tensor, image: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+def residuals(joint: Joint, x: Tensor, gaps: Tensor, images: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
     """Return the (batch, 3) relative residuals of z, mu and x, which do not depend on the units of anything.
 
     z and mu are relative to their images, x is the projected automatic step relative to R. A block that tends to zero,
     such as the mu of a loss that vanishes at the optimum, is relative to a small part of its largest image.
     """
-    images = torch.maximum(image_norms(joint, image), NEGLIGIBLE * scale[:, 2:])
-    gaps = torch.stack([row_norms((image - v)[:, block]) for block in (joint.z, joint.mu)], dim=1)
+    images = torch.maximum(images, NEGLIGIBLE * scale[:, 2:])
     if joint.constraint is None:
         moved, reach = row_norms(gradient), scale[:, 1].sqrt()
     else:
-        x = v[:, joint.x]
         size = automatic_size(scale)
         moved, reach = row_norms(joint.project(x - size[:, None] * gradient) - x), scale[:, 0]
         first = scale[:, 0] == 0  # no radius yet
@@ -229,13 +233,12 @@ def residuals(joint: Joint, v: Tensor, image: Tensor, gradient: Tensor, scale: T
     return relative_residual(torch.cat([gaps, moved[:, None]], dim=1), torch.cat([images, reach[:, None]], dim=1))
 
 
-def first_radius(joint: Joint, v: Tensor, at: Evaluation) -> Tensor:
+def first_radius(joint: Joint, v: Tensor, at: Evaluation, images: Tensor) -> Tensor:
     """Return R: how far x may move along -g until f changes by half its norm, by one evaluation of f.
 
     |J_x u| >= |g| / |mu| along u = g / |g| (where the loss does not depend on x) bounds how far to probe.
     """
     x, g = v[:, joint.x], row_norms(at.gradient)
-    images = image_norms(joint, at.image)
     usable = (images[:, 0] > 0) & torch.isfinite(images[:, 0])
     # From z = 0 with f = 0 there is no norm to compare with: take how far the loss would move z to vanish.
     norm = torch.where(usable, images[:, 0], at.cost.abs() / images[:, 1])
@@ -249,10 +252,8 @@ def first_radius(joint: Joint, v: Tensor, at: Evaluation) -> Tensor:
     radius = HALF * norm * length / change
     for fallback in (at.cost.abs() / g, row_norms(x), torch.ones_like(g)):  # f does not depend on x along g
         radius = torch.where(torch.isfinite(radius) & (radius > 0), radius, fallback)
-    if joint.constraint is not None:
-        radius = torch.minimum(radius, torch.as_tensor(joint.constraint.reach(), dtype=v.dtype, device=v.device))
-        radius = torch.where(radius > 0, radius, 1.0)  # of a single point, to which any step is projected
-    return radius
+    radius = torch.minimum(radius, joint.reach)
+    return torch.where(radius > 0, radius, 1.0)  # 0: of a single point, to which any step is projected
 
 
 def prefer(rule: str, kkt: Tensor, cost: Tensor, before: JointState | None, seen: int) -> tuple[Tensor, Tensor]:
@@ -436,7 +437,7 @@ class JointAnderson(JointSolver):
             if self.kind == 1:
                 columns = torch.bmm(left[:, new, None, block], history.changes[:, :filled, block].mT)
             history.products[:, i, new, :filled] = columns[:, 0]
-        weights = block_weights(joint, state)[:, : len(rights), None]
+        weights = block_weights(state)[:, : len(rights), None]
         system = (weights[..., None] * history.products[:, : len(rights), :filled, :filled]).sum(dim=1)
         right = (weights * torch.stack(rights, dim=1)).sum(dim=1)
         diagonal = system.diagonal(dim1=1, dim2=2)
@@ -445,10 +446,10 @@ class JointAnderson(JointSolver):
         return solution[:, :, 0].masked_fill_((failed != 0)[:, None], torch.nan)
 
 
-def block_weights(joint: Joint, state: JointState) -> Tensor:
+def block_weights(state: JointState) -> Tensor:
     """Return the weights of z, mu and x in inner products."""
     tiny = torch.finfo(state.z.dtype).tiny
-    images = image_norms(joint, state.image).square().clamp(min=tiny).reciprocal()
+    images = state.images.square().clamp(min=tiny).reciprocal()
     inputs = state.size / state.scale[:, 0].square().clamp(min=tiny)
     return torch.cat([images, inputs[:, None]], dim=1)
 

@@ -49,8 +49,9 @@ class AutoStep(InputStep):
     """Distance over gradients: R / sqrt(sum of |g|^2 so far), where R is the farthest that x has been from x0.
 
     R starts as the distance that would change f by half its norm, measured by one evaluation of f. The step is at most
-    a fifth of the inverse of the curvature, the largest ratio |change of g| / |change of x| of the last steps. It does
-    not depend on the units of the loss, x or z, and needs no tuning.
+    a fifth of the inverse of the curvature, the largest ratio |change of g| / |change of x| of the last steps, and at
+    most that inverse where R is the diameter of the constraint. It does not depend on the units of the loss, x or z,
+    and needs no tuning.
 
     Reference: M. Ivgi, O. Hinder, Y. Carmon, "DoG is SGD's best friend" (2023).
     """
