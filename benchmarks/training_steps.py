@@ -34,6 +34,9 @@ class Step:
     def __post_init__(self) -> None:
         self.net: nn.Module = self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # makes the optimizer's state, which does not belong to the memory of a step
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
