@@ -1,10 +1,11 @@
 """What the papers' large models need on GPUs: flops and traffic of an image, memory, hours, machines, gradient traffic.
 
 The model, solver, steps and batch size are those of a recipe. Its training step runs here as it is, but on a few small
-images: flops, bytes and peak memory are sums of a part that depends on the weights alone and of a part proportional to
-batch size and pixels, so two image sizes determine both; a third one checks it. Memory does not depend on the number of
-solver steps, so it is measured with few of them, on larger images, where the part of the weights does not hide that of
-the images. The rest is arithmetic with the numbers under "assumptions".
+images. Flops and bytes are sums of a part of the weights and a part proportional to batch size and pixels, which a few
+image sizes determine; another one checks it. Memory does not depend on the number of solver steps, and is that of the
+weights and that of feature maps, whose channels, pixels and batch size multiply: so it is measured with few steps, on
+narrower models and larger batches, where the weights do not hide the images. The rest is arithmetic with the numbers
+under "assumptions".
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from math import ceil, floor, prod
+from typing import Any, NamedTuple
 
 import torch
 
 import equipoise as eq
 from counting import count
 from equipoise.lab.recipes import build
-from equipoise.lab.recipes.reading import RecipeFile, open_recipe
+from equipoise.lab.recipes.reading import open_recipe
 from equipoise.tasks.generation import Generation
+from fitting import Variables, fit
 from measuring import peak_of
 from tables import Row
 from training_steps import Step, limited
@@ -55,43 +58,66 @@ GPUS = {
 LINKS = {"10 Gbit/s": 1.25, "PCIe 3.0 x16": 12.0, "100 Gbit/s": 12.5, "NVLink 3": 250.0}  # GB/s, one direction
 
 
+class Size(NamedTuple):
+    """Images of side x side pixels, so many in a batch; C channels of the finest scale, None for the recipe's."""
+
+    side: int
+    batch: int
+    channels: int | None = None
+
+
 @dataclass(frozen=True)
 class Paper:
-    """A recipe, what is measured of it, and what its paper reports."""
+    """A recipe, the sizes at which it is measured (the last one to check), and what its paper reports."""
 
     recipe: str
     classes: int
-    sides: tuple[int, int, int]  # of the images whose steps are counted: two to fit, one to check
-    memory_sides: tuple[int, int, int]  # of those whose memory is measured
+    terms: tuple[str, ...]  # of flops and bytes
+    counted: tuple[Size, ...]
+    remembered: tuple[Size, ...]
     gpu: str = ""  # as reported
     gpus: int = 0
     steps: int | None = None  # training steps; None: the recipe's epochs
     reported: str = ""
 
 
-SMALL, LARGE = (32, 64, 96), (192, 256, 320)
-FACES = (16, 24, 32), (32, 48, 64)
+def memory_sizes(small: int, large: int, batch: int, check: Size) -> tuple[Size, ...]:
+    """Return sizes that differ in width, pixels and batch."""
+    sizes = (Size(small, batch, 8), Size(small, batch, 16), Size(small, batch, 32), Size(large, batch, 16))
+    return (*sizes, Size(small, 2 * batch, 16), check)
+
+
+PHOTOS = ("1", "B P"), (Size(32, 2), Size(64, 2), Size(96, 2)), memory_sizes(160, 224, 16, Size(224, 8, 40))
+# The weights of a generator grow with the pixels, so two batch sizes tell their traffic from that of the images.
+FACES = (
+    ("1", "P", "B P"),
+    (Size(16, 1), Size(16, 2), Size(32, 1), Size(32, 2)),
+    memory_sizes(32, 64, 8, Size(64, 6, 32)),
+)
 PAPERS = (
-    Paper("mdeq/imagenet-small", 1000, SMALL, LARGE),
-    Paper("mdeq/imagenet-large", 1000, SMALL, LARGE, "RTX 2080 Ti", 4),
-    Paper("mdeq/imagenet-xl", 1000, SMALL, LARGE, "Quadro RTX 8000", 8),
-    Paper("mdeq/cityscapes-xl", 19, SMALL, LARGE, "Quadro RTX 8000", 8),
+    Paper("mdeq/imagenet-small", 1000, *PHOTOS),
+    Paper("mdeq/imagenet-large", 1000, *PHOTOS, "RTX 2080 Ti", 4),
+    Paper("mdeq/imagenet-xl", 1000, *PHOTOS, "Quadro RTX 8000", 8),
+    Paper("mdeq/cityscapes-xl", 19, *PHOTOS, "Quadro RTX 8000", 8),
     Paper("jiio/celeba", 0, *FACES, "RTX 2080 Ti", 4, reported="17.45 GB for a batch of 48"),
     Paper("jiio/celeba-100", 0, *FACES, "RTX 2080 Ti", 4, steps=25_000, reported="4.5 to 5 days"),
 )
-BATCH = 2  # images measured
+MEMORY = ("W", "B P", "B P C")
 FEW = 3  # solver steps while memory is measured
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def step_of(source: RecipeFile, phase: int, side: int, classes: int, steps: int | None = None) -> Step:
+def step_of(paper: Paper, phase: int, size: Size, steps: int | None = None) -> Step:
     """Return the training step of a phase of a recipe, on random images, with all solver steps, or ``steps``, taken."""
     torch.manual_seed(0)
+    channels = [] if size.channels is None else [f"model.channels={[size.channels << i for i in range(4)]}"]
+    source = open_recipe(paper.recipe, overrides=channels)
     recipe, where = source.phase(phase), source.where_in(phase)
+    shape, classes = (3, size.side, size.side), paper.classes
     names = tuple(map(str, range(classes)))
-    facts = {"shape": (3, side, side), "classes": classes, "class_names": names, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    facts = {"shape": shape, "classes": classes, "class_names": names, "mean": (0.5,) * 3, "std": (0.25,) * 3}
     order = torch.channels_last if recipe.training.channels_last else torch.contiguous_format
     model = build.build_model(recipe, facts, where).to(memory_format=order)  # type: ignore[call-overload]
     for layer in (module for module in model.modules() if isinstance(module, eq.Equilibrium)):
@@ -101,8 +127,9 @@ def step_of(source: RecipeFile, phase: int, side: int, classes: int, steps: int 
     task = build.build_task(recipe, facts, where)
     if isinstance(task, Generation) and steps:
         task.steps, task.penalty_from = steps, 1
-    images = torch.rand(BATCH, 3, side, side).contiguous(memory_format=order)
-    labels = torch.zeros((BATCH, side, side) if recipe.task.name == "segmentation" else BATCH, dtype=torch.long)
+    images = torch.rand(size.batch, *shape).contiguous(memory_format=order)
+    pixels = shape[1:] if recipe.task.name == "segmentation" else ()
+    labels = torch.zeros(size.batch, *pixels, dtype=torch.long)
     return Step(model.train(), lambda net: task.loss(net, (images, labels))[0])
 
 
@@ -115,12 +142,13 @@ class Linear:
     error: float
 
     @classmethod
-    def through(cls, sides: Sequence[int], values: Sequence[float], pixels: int) -> Linear:
-        """Return the line through the values at the first two sizes, for images of so many pixels."""
-        first, second, third = (BATCH * side**2 for side in sides)
-        slope = (values[1] - values[0]) / (second - first)
-        fixed = values[0] - slope * first
-        return cls(fixed, slope * pixels, (fixed + slope * third) / values[2] - 1)
+    def through(
+        cls, terms: Sequence[str], points: Sequence[Variables], values: Sequence[float], model: Variables
+    ) -> Linear:
+        """Fit all but the last value; the result holds for the variables of ``model``."""
+        found = fit(terms, points[:-1], values[:-1])
+        fixed = found({**model, "B": 0})
+        return cls(fixed, found({**model, "B": 1}) - fixed, found(points[-1]) / values[-1] - 1)
 
     def __call__(self, batch: float) -> float:
         return self.fixed + batch * self.each
@@ -171,36 +199,33 @@ class Needs:
 
 
 def measure(paper: Paper) -> Needs:
-    """Measure the steps of every phase of a recipe on small images."""
-    source = open_recipe(paper.recipe)
-    recipe = source.recipe
+    """Measure the steps of every phase of a recipe."""
+    recipe = open_recipe(paper.recipe).recipe
     crop = recipe.task.options.get("crop") or [recipe.data.options["size"]] * 2
-    phases, step = [], None
+    real = step_of(paper, 0, Size(crop[0], 1)).model  # only built
+    W, C = sum(p.numel() for p in real.parameters()), channels_of(real)
+    model = {"P": prod(crop), "C": C, "W": W}
+    phases = []
     for number, phase in enumerate(recipe.phases):
-        counts = [count(step_of(source, number, side, paper.classes)) for side in paper.sides]
-        peaks = []
-        for side in paper.memory_sides:
-            step = step_of(source, number, side, paper.classes, FEW)
+        counts = [count(step_of(paper, number, size)) for size in paper.counted]
+        points = [{"B": size.batch, "P": size.side**2} for size in paper.counted]
+        work = [
+            Linear.through(paper.terms, points, values, model)
+            for values in ([c.flops for c in counts], [c.bytes for c in counts])
+        ]
+        peaks, points = [], []
+        for size in paper.remembered:
+            step = step_of(paper, number, size, FEW)
+            points.append({"B": size.batch, "P": size.side**2, "C": channels_of(step.model), "W": step.parameters})
             peaks.append(peak_of(step))
-        lines = (
-            Linear.through(sides, values, prod(crop))
-            for sides, values in (
-                (paper.sides, [c.flops for c in counts]),
-                (paper.sides, [c.bytes for c in counts]),
-                (paper.memory_sides, peaks),
-            )
-        )
-        phases.append(Phase(phase.name or "", phase.epochs, *lines))
-    assert step is not None
+        phases.append(Phase(phase.name or "", phase.epochs, *work, Linear.through(MEMORY, points, peaks, model)))
     copies = 1 + {"sgd": 1, "adam": 2}[recipe.optimizer.name]
-    return Needs(
-        paper,
-        step.parameters,
-        4 * copies * step.parameters,
-        recipe.training.batch_size,
-        images_of(recipe.data.name),
-        phases,
-    )
+    images = images_of(recipe.data.name)
+    return Needs(paper, W, 4 * copies * W, recipe.training.batch_size, images, phases)
+
+
+def channels_of(model: Any) -> int:
+    return model.size.channels[0]
 
 
 def images_of(data: str) -> int:

@@ -89,7 +89,7 @@ def doubling(scales: int) -> Callable[[int], tuple[int, ...]]:
 
 CONV = ("E", "B E P C^2", "B E P C", "W")
 BRANCHES = ("E", "B E P C^2", "B E P C", "C^3")
-SPECTRAL = ("B E P C^2", "B E P^1.5 C", "B E P C", "P C^3")
+SPECTRAL = ("E", "B E P C^2", "B E P C", "P C^3")
 STATES = ("W", "B P C", "1")
 BLOCKS = ("P C^2", "B P C", "1")
 HEAD: dict[str, Any] = {"head_channels": (4, 8, 16, 32), "final_channels": 256}
@@ -101,9 +101,9 @@ FAMILIES = {
         ("E", "B E C^2", "C^3", "B P C"),
         ("C^2", "B C", "P C", "B P"),
     ),
-    "monDEQ conv": Family(Size(16, 14, 32, 4), classifier("mondeq", 1, kind="conv"), SPECTRAL, BLOCKS),
+    "monDEQ conv": Family(Size(16, 14, 64, 6), classifier("mondeq", 1, kind="conv"), SPECTRAL, BLOCKS),
     "monDEQ multi-tier": Family(
-        Size(8, 16, 32, 4), classifier("mondeq", 1, lambda C: (C, 2 * C, 2 * C), kind="multitier"), SPECTRAL, BLOCKS
+        Size(8, 16, 64, 6), classifier("mondeq", 1, lambda C: (C, 2 * C, 2 * C), kind="multitier"), SPECTRAL, BLOCKS
     ),
     "MDEQ": Family(
         Size(8, 64, 4, 6), classifier("mdeq", width=doubling(4), size="imagenet-small", **HEAD), CONV, STATES, 2
@@ -119,7 +119,7 @@ FAMILIES = {
     "POptEq": Family(Size(16, 16, 16, 6), classifier("popteq", size="reduced"), BRANCHES, STATES),
     "MOptEq": Family(Size(16, 16, 16, 6), classifier("mopteq", size="reduced"), BRANCHES, STATES),
     "JIIO generator": Family(
-        Size(8, 16, 2, 6),
+        Size(8, 32, 2, 4),
         lambda size: generator(doubling(4)(size.channels), size.side, size.batch, size.evaluations),
         ("E", "B E P C^2", "B E P C", "E W"),
         STATES,
