@@ -11,7 +11,7 @@ under "assumptions".
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from math import ceil, floor, prod
@@ -87,19 +87,18 @@ def memory_sizes(small: int, large: int, batch: int, check: Size) -> tuple[Size,
     return (*sizes, Size(small, 2 * batch, 16), check)
 
 
-PHOTOS = ("1", "B P"), (Size(32, 2), Size(64, 2), Size(96, 2)), memory_sizes(160, 224, 16, Size(224, 8, 40))
+PHOTOS = ("1", "B P"), (Size(32, 2), Size(64, 2), Size(64, 3)), memory_sizes(160, 224, 8, Size(224, 8, 40))
 # The weights of a generator grow with the pixels, so two batch sizes tell their traffic from that of the images.
 FACES = (
     ("1", "P", "B P"),
-    (Size(16, 1), Size(16, 2), Size(32, 1), Size(32, 2)),
-    memory_sizes(32, 64, 8, Size(64, 6, 32)),
+    (Size(8, 1), Size(8, 2), Size(16, 1), Size(16, 2)),
+    memory_sizes(32, 64, 4, Size(64, 6, 32)),
 )
 PAPERS = (
     Paper("mdeq/imagenet-small", 1000, *PHOTOS),
-    Paper("mdeq/imagenet-large", 1000, *PHOTOS, "RTX 2080 Ti", 4),
     Paper("mdeq/imagenet-xl", 1000, *PHOTOS, "Quadro RTX 8000", 8),
-    Paper("mdeq/cityscapes-xl", 19, *PHOTOS, "Quadro RTX 8000", 8),
     Paper("jiio/celeba", 0, *FACES, "RTX 2080 Ti", 4, reported="17.45 GB for a batch of 48"),
+    Paper("mdeq/cityscapes-xl", 19, *PHOTOS, "Quadro RTX 8000", 8),
     Paper("jiio/celeba-100", 0, *FACES, "RTX 2080 Ti", 4, steps=25_000, reported="4.5 to 5 days"),
 )
 MEMORY = ("W", "B P", "B P C")
@@ -326,20 +325,19 @@ def percent(error: float) -> str:
     return f"{error:+.1%}"
 
 
-def tables(report: Callable[[str], object] = print) -> dict[str, list[Row]]:
-    """Measure all papers and return their tables by title."""
-    needs = []
-    for paper in PAPERS:
-        report(f"measuring {paper.recipe}")
-        needs.append(measure(paper))
-    share = f"{SUSTAINED:.0%}"
+def tables(needs: list[Needs]) -> dict[str, list[Row]]:
+    """Return the tables by title."""
+    share, assumed = f"{SUSTAINED:.0%}", GPUS["A100 80 GB"]
+    data_sheets: list[Row] = [
+        {"GPU": gpu.name, "GB": gpu.gigabytes, "Tflop/s, float32": gpu.teraflops, "GB/s": gpu.bandwidth}
+        for gpu in GPUS.values()
+    ]
     return {
-        "cost of a training step: batch x (per image) + (per step); errors: on the image size that was not fitted": (
-            cost_table(needs)
+        "cost of a step: batch x (per image) + (per step); errors: at the size that was not fitted": cost_table(needs),
+        "assumed: peaks of data sheets": data_sheets,
+        f"GPUs for the recipe's batch ({USABLE:.0%} of their memory), and hours at {share} of their peaks": (
+            gpu_table(needs)
         ),
-        f"GPUs for the recipe's batch, and hours at {share} of a GPU's peak flops and bandwidth": gpu_table(needs),
-        f"averaging gradients over {PER_MACHINE} A100, beside the step itself": traffic_table(
-            needs, GPUS["A100 80 GB"]
-        ),
-        f"the papers' hardware; GB and days: computed, at {share} of its peak": paper_table(needs),
+        f"averaging gradients over {PER_MACHINE} x {assumed.name}, beside the step": traffic_table(needs, assumed),
+        f"the papers' hardware; GB and days are computed, at {share} of its peaks": paper_table(needs),
     }

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -121,7 +121,7 @@ FAMILIES = {
     "JIIO generator": Family(
         Size(8, 32, 2, 4),
         lambda size: generator(doubling(4)(size.channels), size.side, size.batch, size.evaluations),
-        ("E", "B E P C^2", "B E P C", "E W"),
+        ("1", "E", "B E P C", "W"),
         STATES,
     ),
     "JIIO few-shot": Family(
@@ -293,39 +293,62 @@ class Store:
         self.file = file
         stored = json.loads(file.read_text()) if file and file.exists() else {}
         self.tables: dict[str, list[Row]] = stored.get("tables", {})
-        self.fits: dict[str, dict[str, float]] = stored.get("fits", {})
+        self.measured: dict[str, list[Measured]] = {
+            name: [Measured(Size(*m["size"]), m["variables"], m["seconds"], m["memory"]) for m in measured]
+            for name, measured in stored.get("measured", {}).items()
+        }
         self.heading = [
             f"equipoise {eq.__version__}, torch {torch.__version__}, 1 thread. C: channels of the finest scale, P: its "
             "pixels, B: samples in a batch,",
             "E: evaluations forward and as many products backward (JIIO: also joint steps), W: parameters",
         ]
 
-    def add(self, title: str, rows: list[Row]) -> None:
-        show(title, rows)
-        self.tables[title] = rows
+    def fits(self) -> dict[str, Fitted]:
+        """Return the fits of all models that were measured."""
+        names = [name for name in FAMILIES if name in self.measured]
+        return {name: Fitted.to(FAMILIES[name], self.measured[name]) for name in names}
+
+    def add(self, tables: dict[str, list[Row]], shown: bool = True) -> None:
+        self.tables |= tables
+        for title, rows in tables.items() if shown else ():
+            show(title, rows)
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            content = {"heading": self.heading, "tables": self.tables, "fits": self.fits}
+            measured = {name: [asdict(m) for m in found] for name, found in self.measured.items()}
+            content = {"heading": self.heading, "tables": self.tables, "measured": measured}
             self.file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def run_fits(store: Store, names: list[str], rounds: int) -> None:
-    found: dict[str, Fitted] = {}
     for name in names:
         print(f"measuring {name}", flush=True)
-        found[name] = Fitted.to(FAMILIES[name], measure(FAMILIES[name], rounds))
-        store.fits[name] = found[name].seconds.coefficients
-    store.add(MEASUREMENTS, [row for name, fitted in found.items() for row in measurement_rows(name, fitted)])
-    store.add(SECONDS, [fit_row(n, f.seconds, f.measured, lambda m: m.seconds) for n, f in found.items()])
-    store.add(MEMORY, [fit_row(n, f.memory, f.measured, lambda m: m.memory) for n, f in found.items()])
+        store.measured[name] = measure(FAMILIES[name], rounds)
+    store.add(fit_tables(store.fits()))
+
+
+def fit_tables(found: dict[str, Fitted]) -> dict[str, list[Row]]:
+    return {
+        MEASUREMENTS: [row for name, fitted in found.items() for row in measurement_rows(name, fitted)],
+        SECONDS: [fit_row(n, f.seconds, f.measured, lambda m: m.seconds) for n, f in found.items()],
+        MEMORY: [fit_row(n, f.memory, f.measured, lambda m: m.memory) for n, f in found.items()],
+    }
+
+
+def run_papers(store: Store) -> None:
+    needs = []
+    for paper in paper_needs.PAPERS:
+        print(f"measuring {paper.recipe}", flush=True)
+        needs.append(paper_needs.measure(paper))
+        store.add(paper_needs.tables(needs), shown=paper is paper_needs.PAPERS[-1])
 
 
 def run_processes(store: Store, rounds: int) -> None:
-    if missing := [name for name in SHARED if name not in store.fits]:
+    if missing := [name for name in SHARED if name not in store.measured]:
         sys.exit(f"--processes needs the fits of {', '.join(missing)}: run --only fits with the same --json first.")
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"The load average is {load:.1f}: two processes need two idle cores; distrust the speed-up.")
-    store.add(PROCESSES, processes_table({name: Fit(store.fits[name]) for name in SHARED}, rounds))
+    fits = {name: fitted.seconds for name, fitted in store.fits().items()}
+    store.add({PROCESSES: processes_table(fits, rounds)})
 
 
 def main() -> None:
@@ -354,8 +377,7 @@ def main() -> None:
         run_processes(store, 2 * arguments.rounds)
     if everything or "papers" in (arguments.only or ()):
         torch.set_num_threads(arguments.threads)  # flops, bytes and memory do not depend on it
-        for title, rows in paper_needs.tables().items():
-            store.add(title, rows)
+        run_papers(store)
 
 
 if __name__ == "__main__":

@@ -183,16 +183,19 @@ def stored(name):
     return json.loads((ROOT / "results" / "benchmarks" / name).read_text())
 
 
-def test_the_stored_fits_are_those_of_the_terms():
-    fits = stored("scaling.json")["fits"]
-    assert list(fits) == list(scaling.FAMILIES)
-    for name, coefficients in fits.items():
-        assert set(coefficients) <= set(scaling.FAMILIES[name].seconds)
+def test_the_stored_fits_are_those_of_the_measurements():
+    """The tables shown follow from the measurements stored beside them."""
+    content = stored("scaling.json")
+    store = scaling.Store(ROOT / "results" / "benchmarks" / "scaling.json")
+    assert list(store.fits()) == list(scaling.FAMILIES)
+    for title, rows in scaling.fit_tables(store.fits()).items():
+        assert content["tables"][title] == rows
 
 
 def test_flops_and_bytes_are_linear_in_the_pixels():
     (rows,) = (rows for title, rows in stored("scaling.json")["tables"].items() if title.startswith("cost of a step"))
-    assert {row["recipe"] for row in rows} == {paper.recipe for paper in paper_needs.PAPERS}
+    assert rows
+    assert {row["recipe"] for row in rows} <= {paper.recipe for paper in paper_needs.PAPERS}
     for row in rows:
         for quantity in ("error: flops", "bytes"):
             assert abs(float(row[quantity].rstrip("%"))) <= 1.0
