@@ -37,8 +37,8 @@ def fit(terms: Sequence[str], points: Sequence[Variables], values: Sequence[floa
     With the few terms here, every subset can be tried: the best one whose coefficients are all positive is the
     solution with coefficients of at least zero.
     """
-    table = torch.tensor([[value(term, p) / v for term in terms] for p, v in zip(points, values, strict=True)])
-    table = table.double()
+    rows = [[value(term, p) / v for term in terms] for p, v in zip(points, values, strict=True)]
+    table = torch.tensor(rows, dtype=torch.float64)
     best, least = Fit({}), float("inf")
     for count in range(1, len(terms) + 1):
         for chosen in combinations(range(len(terms)), count):
