@@ -3,8 +3,9 @@
     python benchmarks/tables.py results/benchmarks/bench.json            # as bench.py printed them
     python benchmarks/tables.py results/benchmarks/bench.json --summary  # in Markdown, for the README
     python benchmarks/tables.py results/benchmarks/bench.json --solvers  # in Markdown, for docs/choosing.md
+    python benchmarks/tables.py results/benchmarks/scaling.json --title fitted  # tables whose title starts like this
 
-The JSON is written by ``bench.py --json FILE``. Needs nothing but Python.
+The JSON is written by ``bench.py --json FILE`` and the other benchmarks. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def line(name: str, rows: dict[str, Row], column: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print tables that bench.py has stored.")
-    parser.add_argument("file", type=Path, help="JSON written by bench.py --json")
+    parser = argparse.ArgumentParser(description="Print tables that a benchmark has stored.")
+    parser.add_argument("file", type=Path, help="JSON written by a benchmark with --json")
+    parser.add_argument("--title", metavar="START", help="print only tables whose title starts like this, no heading")
     parser.add_argument("--summary", action="store_true", help="print the comparison with torchdeq in Markdown")
     parser.add_argument("--solvers", action="store_true", help="print the solvers of equipoise in Markdown")
     arguments = parser.parse_args()
@@ -101,9 +103,11 @@ def main() -> None:
     if arguments.summary or arguments.solvers:
         print("\n".join((summary if arguments.summary else solvers)(stored["tables"])))
         return
-    print("\n".join(stored["heading"]))
+    if arguments.title is None:
+        print("\n".join(stored["heading"]))
     for title, rows in stored["tables"].items():
-        show(title, rows)
+        if title.startswith(arguments.title or ""):
+            show(title, rows)
 
 
 if __name__ == "__main__":
