@@ -80,7 +80,7 @@ class MonotoneMultiTier(MonotoneOperator):
     def coarse(self, i: int, like: Tensor) -> Spectrum:
         """Return the transform of S_i z, before it is placed in the next grid."""
         height, width = self.grids[i]
-        return spectrum((height // STRIDE, width // STRIDE), like)
+        return spectrum((height // STRIDE, width // STRIDE), like, split=False)  # in the order of the folded rows
 
     def kernels(self, i: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return A_i, B_i and S_i, scaled."""
