@@ -114,10 +114,11 @@ class Spectrum:
         (height, width), columns = self.grid, len(self.columns)
         channels, batch = spectra.shape[1] // 2, spectra.shape[2]
         rest, count, parts = channels * batch, height // len(self.parities), [spectra]
+        images = spectra.new_empty(height, width, rest) if len(self.parities) == 2 and not recording(spectra) else None
         if len(self.parities) == 2:
-            same, other = spectra.reshape(columns * count, 2, 2 * rest).unbind(dim=1)
-            parts = [same + other, same - other]
-        images = spectra.new_empty(height, width, rest) if len(parts) == 2 and not recording(spectra) else None
+            pairs = spectra.reshape(columns * count, 2, 2 * rest)
+            parts = [pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]]
+            del spectra, pairs  # their memory is free for what follows
         results = []
         for part, back_down, parity in zip(parts, self.back_down, self.parities, strict=True):
             by_column = part.reshape(columns, 2 * count, rest)

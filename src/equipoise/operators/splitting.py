@@ -140,6 +140,10 @@ class OnRows:
     mask: Tensor | None  # 0 on the border and 1 elsewhere; None without a border
     border: Callable[[Tensor], list[Tensor]]  # views of it
 
+    @property
+    def projection(self) -> bool:
+        return self.activation.projection
+
     def __call__(self, rows: Tensor) -> Tensor:
         return self.masked(self.activation(rows))
 
@@ -179,6 +183,7 @@ class Diagonal:
     """x -> slope x with 0 <= slope <= 1: s linearised. slope = (1 + D)^-1, f(z) = D z^2 / 2 (theorem 3)."""
 
     slope: Tensor
+    projection: bool = False  # whether s is one: then the slope is 0 or 1, and D 0 or infinite
     factors: dict[float, Tensor] = field(default_factory=dict)  # of reflections, by alpha
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -189,7 +194,7 @@ class Diagonal:
         return x * self.shrinking(alpha)
 
     def shrinking(self, alpha: float) -> Tensor:
-        if alpha == 1:
+        if alpha == 1 or self.projection:
             return self.slope
         return self.slope / torch.add(alpha, self.slope, alpha=1 - alpha)  # slope + alpha (1 - slope)
 
@@ -203,7 +208,7 @@ class Diagonal:
 
     def take(self, rows: Tensor) -> Diagonal:
         factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
-        return Diagonal(select(self.slope, rows), factors)
+        return Diagonal(select(self.slope, rows), self.projection, factors)
 
 
 class Known(torch.autograd.Function):
@@ -264,7 +269,7 @@ class Splitting(Structure):
 
         (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
         """
-        slope = Diagonal(self.activation.derivative(pre))
+        slope = Diagonal(self.activation.derivative(pre), self.activation.projection)
         return replace(self, activation=slope, bias=cotangent, transposed=not self.transposed)
 
     def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> SplitRecord:
@@ -425,7 +430,9 @@ class ReflectionState(SplittingState):
     @property
     def u(self) -> Tensor:
         """What is reflected next."""
-        return torch.lerp(self.z, self.pre, self.alpha) if self.kept is None else self.kept
+        if self.kept is not None:
+            return self.kept
+        return self.alpha * self.pre if self.zero else torch.lerp(self.z, self.pre, self.alpha)
 
     def take(self, rows: Tensor) -> ReflectionState:
         taken = super().take(rows)
@@ -458,18 +465,17 @@ class ReflectionSolver(SplittingSolver):
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.split(problem)
         problem.count.add(len(state.z))
-        u = state.u
-        half = split.activation.reflect(u, alpha)
+        half = split.activation.reflect(state.u, alpha)
+        memory, plain = state.memory, self.relaxation == 1 and state.memory is None
+        before = None if plain else state.u
+        del state  # its memory is free for the resolvent
         z = split.solve(torch.add(half, split.bias, alpha=alpha), alpha)
         kept = None
-        if self.relaxation != 1 or state.memory is not None:
-            kept = torch.lerp(half, z, 2.0)  # 2 z - half
-            if self.relaxation != 1:
-                kept = torch.lerp(u, kept, self.relaxation)
-            if state.memory is not None:
-                kept = state.memory.next(u, kept)
+        if before is not None:
+            kept = torch.lerp(before, torch.lerp(half, z, 2.0), self.relaxation)  # towards 2 z - half
+            kept = memory.next(before, kept) if memory is not None else kept
         pre = half.lerp_(z, (1 + alpha) / alpha)  # (1 + alpha) z - alpha W z = half + alpha b
-        return ReflectionState(z, split.activation(pre), pre, alpha, kept, state.memory)
+        return ReflectionState(z, split.activation(pre), pre, alpha, kept, memory)
 
 
 @options
