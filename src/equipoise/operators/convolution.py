@@ -80,8 +80,12 @@ class MonotoneConv2d(MonotoneOperator):
         transform = spectrum(self.grid, z)
         with self.without_autocast():
             kernel, spectra = self.kernel(), transform.forward(memory(z))
-        taps = (kernel.shape[2], kernel.shape[3])
-        return [(kernel, lambda cotangent: transform.correlation(cotangent, spectra, taps))]
+
+        def pull(cotangent: Tensor) -> Tensor:
+            with self.without_autocast():
+                return transform.correlation(cotangent, spectra, (kernel.shape[2], kernel.shape[3]))
+
+        return [(kernel, pull)]
 
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)
