@@ -1,6 +1,7 @@
 """Compare monDEQ in equipoise with a plain implementation of the paper (plain_mondeq.py), with the same weights.
 
     python benchmarks/mondeq.py [--only NAME ...] [--rounds N] [--batch N] [--threads N] [--scale X] [--cpu] [--json F]
+    python benchmarks/mondeq.py --memory
 
 A training step is forward, cross entropy, backward and Adam; evaluation is a forward pass under no_grad. All run in
 turns in one process after a warm-up. Times are medians; a ratio is the median over the rounds of the plain time
@@ -11,6 +12,8 @@ A tolerance of 1e-2 means different things to the two. The plain one stops when 
 a tight solve are therefore printed, and equipoise runs a second time, "as exact": at the first of 1e-2, 3e-3, 1e-3,
 ... at which both errors are no larger than those of the plain one, whose alpha is tuned beforehand, as in the paper
 (E.2). A first check, on small images in float64, shows that the two are the same model.
+
+With --memory, only the peak memory of equipoise on images of 128 x 128 pixels is measured.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 import equipoise as eq
 from equipoise.lab.runs.machine import keep_freed_memory
 from equipoise.models.mondeq.model import MonDEQ
+from measuring import peak_of
 from plain_mondeq import PlainMonDEQ
 from tables import Row, show
 
@@ -225,6 +229,23 @@ def compare(name: str, batch: int, rounds: int, scale: float, clock: Clock) -> l
     return rows
 
 
+def memory() -> list[Row]:
+    """Return the peak memory of a training step and of an evaluation, each with its factorisation."""
+    rows: list[Row] = []
+    for channels, batch in ((32, 16), (56, 8)):
+        torch.manual_seed(0)
+        model = MonDEQ(shape=(3, 128, 128), classes=10, kind="conv", channels=channels)
+        images, labels = torch.rand(batch, 3, 128, 128), torch.randint(10, (batch,))
+        contender = Contender(model, list(model.parameters()), images, labels)
+        row: Row = {"model": f"conv{channels}, 128 x 128, batch {batch}"}
+        row["resolvent MB"] = sum(model.operator.footprint()) * 4 / 1e6
+        for what, run in (("training", contender.gradients), ("evaluation", contender.evaluate)):
+            model.operator.forget()
+            row[f"{what} MB"] = peak_of(run) / 1e6
+        rows.append(row)
+    return rows
+
+
 def tune(contender: Contender) -> float:
     """Choose alpha among 1, 1/2, 1/4, ... as in the paper (E.2): the fewest forward iterations."""
     model = contender.model
@@ -270,10 +291,14 @@ def main() -> None:
         action="store_true",
         help="measure CPU time, which with --threads 1 tolerates other work",
     )
+    parser.add_argument("--memory", action="store_true", help="measure only peak memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the tables to this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
+    if arguments.memory:
+        show("peak memory: the factorisation, and everything else that a step takes", memory())
+        return
     keep_freed_memory()  # as when training; both profit
     print(f"equipoise {eq.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, ", end="")
     print(f"batch {arguments.batch}, kernels of scale {arguments.scale:g}")

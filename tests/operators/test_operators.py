@@ -27,7 +27,7 @@ from dense import Spec, circular, dense_resolvent, randomize, smallest_eigenvalu
 from equipoise import operators as ops
 from equipoise.operators import linear
 from equipoise.operators.linear import Factorisation
-from equipoise.operators.spectrum import images, spectrum
+from equipoise.operators.spectrum import images, real, spectrum
 from equipoise.problem.layout import is_zero, row_distances
 
 SIZES = [
@@ -886,7 +886,47 @@ def test_training_keeps_no_stale_factorisation():
         assert len(factorisations_alive()) == before + 1
 
 
-@pytest.mark.parametrize(("grid", "aliases"), [((5, 6), 1), ((6, 5), 1), ((6, 8), 2), ((1, 1), 1), ((2, 4), 2)])
+@pytest.mark.parametrize("spec", [Spec(2, (24, 2), 0.1), Spec((2, 1), (23, 3), 0.1)], ids=str)
+def test_tall_images_factorised_a_few_frequencies_at_a_time(spec, monkeypatch):
+    monkeypatch.setattr("equipoise.operators.convolution.AT_ONCE", 100)
+    assert_true(spec, spec.build())
+
+
+GRIDS = [((5, 6), 1), ((6, 5), 1), ((6, 8), 2), ((1, 1), 1), ((2, 4), 2)]
+SPLIT_GRIDS = [((24, 5), 1), ((26, 4), 1), ((26, 6), 2), ((28, 4), 2)]  # even and odd rows are transformed apart
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("grid", "aliases"), GRIDS + SPLIT_GRIDS)
+def test_the_transform_is_the_fourier_transform(grid, aliases, recorded):
+    transform = spectrum(grid, torch.zeros((), dtype=DOUBLE), aliases)
+    assert (len(transform.parities) == 2) == ((grid, aliases) in SPLIT_GRIDS)
+    x = randn(*grid, 3, 2, seed=0).requires_grad_(recorded)
+    spectra = transform.forward(x)
+    every_frequency = torch.fft.fft2(x, dim=(0, 1))[transform.rows][:, transform.columns].transpose(0, 1).flatten(0, 1)
+    expected = torch.cat([every_frequency.real, every_frequency.imag], dim=1)
+    torch.testing.assert_close(spectra, expected, rtol=1e-12, atol=1e-12)
+    same = transform.inverse(spectra)
+    torch.testing.assert_close(same, x, rtol=1e-12, atol=1e-12)
+    if recorded:
+        cotangent = randn(*same.shape, seed=1)
+        (pulled,) = torch.autograd.grad(same, x, cotangent)
+        torch.testing.assert_close(pulled, cotangent, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("grid", "aliases"), GRIDS + SPLIT_GRIDS)
+def test_correlation_is_the_gradient_of_the_kernel(grid, aliases, monkeypatch):
+    monkeypatch.setattr("equipoise.operators.spectrum.AT_ONCE", 50)  # a few frequencies at a time
+    transform = spectrum(grid, torch.zeros((), dtype=DOUBLE), aliases)
+    kernel = randn(4, 3, 5, 3, seed=0).requires_grad_()
+    x, cotangent = randn(*grid, 3, 2, seed=1), images(randn(*grid, 4, 2, seed=2))
+    spectra = transform.forward(x)
+    product = images(transform.inverse(torch.bmm(real(transform.blocks(kernel)), spectra)))
+    (expected,) = torch.autograd.grad(product, kernel, cotangent)
+    torch.testing.assert_close(transform.correlation(cotangent, spectra, (5, 3)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("grid", "aliases"), GRIDS + SPLIT_GRIDS)
 def test_pull_is_the_transpose_of_the_inverse_transform(grid, aliases):
     transform = spectrum(grid, torch.zeros((), dtype=DOUBLE), aliases)
     spectra = randn(transform.count, 2 * 3, 2, seed=0)

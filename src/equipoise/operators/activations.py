@@ -10,7 +10,7 @@ P. L. Combettes, J.-C. Pesquet, "Deep neural network structures solving variatio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class ProximalActivation(ABC):
 
     To add your own, subclass it; each method returns a new tensor with the memory layout of its input.
     """
+
+    projection: ClassVar[bool] = False  # whether it projects onto an interval: then prox^alpha is s for every alpha
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return s(x)."""
@@ -50,6 +52,8 @@ class ProximalActivation(ABC):
 @options
 class ReLU(ProximalActivation):
     """max(x, 0): the projection onto z >= 0, for every alpha."""
+
+    projection = True
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return torch.relu(x)
@@ -98,6 +102,8 @@ class LeakyReLU(ProximalActivation):
 @options
 class HardTanh(ProximalActivation):
     """x clamped to [-1, 1]: the projection onto that interval, for every alpha."""
+
+    projection = True
 
     def prox(self, x: Tensor, alpha: float) -> Tensor:
         return F.hardtanh(x)

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.operators.linear import MonotoneOperator, identity_like, inverted, resolved
-from equipoise.operators.spectrum import images, memory, real, spectrum
+from equipoise.operators.spectrum import AT_ONCE, images, memory, real, recording, spectrum
 from equipoise.options import is_number, require_number
 from equipoise.stability.norms import operator_norm_bound
 
 KERNEL = 3
 BORDER = KERNEL - 1  # W reaches two pixels, so two rows and columns of zeros keep opposite edges apart (C.2)
-AT_ONCE = 2**20  # numbers whose norms are bounded together
 COARSE = (6, 6)  # the grid on which norms are estimated: a 5x5 kernel varies slowly with frequency
 
 
@@ -59,7 +58,15 @@ class MonotoneConv2d(MonotoneOperator):
         return real(self.blocks())
 
     def factorise(self, alpha: float) -> Tensor:
-        return real(inverted(resolved(self.blocks(), alpha)))
+        kernel = self.kernel()
+        transform = spectrum(self.grid, kernel)
+        if recording(kernel):
+            return real(inverted(resolved(transform.blocks(kernel), alpha)))
+        table = kernel.new_empty(transform.count, 2 * self.channels, 2 * self.channels)
+        few = max(1, AT_ONCE // (4 * self.channels**2))  # what is computed in between takes more memory than the result
+        for part in (slice(start, start + few) for start in range(0, len(table), few)):
+            real(inverted(resolved(transform.blocks(kernel, part), alpha)), table[part])
+        return table
 
     def footprint(self) -> list[int]:
         return [spectrum(self.grid, self.example).count * (2 * self.channels) ** 2]
@@ -72,7 +79,13 @@ class MonotoneConv2d(MonotoneOperator):
         z = self.checked(z)
         transform = spectrum(self.grid, z)
         with self.without_autocast():
-            return [(torch.bmm(self.weights, transform.forward(memory(z))), transform.pull)]
+            kernel, spectra = self.kernel(), transform.forward(memory(z))
+
+        def pull(cotangent: Tensor) -> Tensor:
+            with self.without_autocast():
+                return transform.correlation(cotangent, spectra, (kernel.shape[2], kernel.shape[3]))
+
+        return [(kernel, pull)]
 
     def norm(self, *, bound: bool) -> Tensor:
         blocks = self.blocks(None if bound else COARSE)

@@ -80,7 +80,7 @@ class MonotoneMultiTier(MonotoneOperator):
     def coarse(self, i: int, like: Tensor) -> Spectrum:
         """Return the transform of S_i z, before it is placed in the next grid."""
         height, width = self.grids[i]
-        return spectrum((height // STRIDE, width // STRIDE), like)
+        return spectrum((height // STRIDE, width // STRIDE), like, split=False)  # in the order of the folded rows
 
     def kernels(self, i: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return A_i, B_i and S_i, scaled."""
@@ -156,7 +156,7 @@ class MonotoneMultiTier(MonotoneOperator):
         At a coarse frequency S_i sums K_f z^_f over the four frequencies f that fold into it, and takes a quarter. With
         P the block-diagonal part without S_i, (P + alpha/4 K^H K)^-1 = P^-1 - P^-1 K^H G^-1 K P^-1,
         G = 4/alpha I + K P^-1 K^H. The term of tier i in the equation of tier i + 1 then follows from
-        K (P + alpha/4 K^H K)^-1 = 4/alpha G^-1 K P^-1, and likewise transposed.
+        K (P + alpha/4 K^H K)^-1 = 4/alpha G^-1 K P^-1, and likewise transposed. Only G^-1 K P^-1 and P^-1 K^H are kept.
         """
         factors = []
         for i in range(self.tiers):
@@ -166,7 +166,7 @@ class MonotoneMultiTier(MonotoneOperator):
                 KP, PK = K @ inverse, inverse @ K.mH
                 coupling = folded_sum(KP @ K.mH)
                 G = STRIDE**2 / alpha * identity_like(coupling) + coupling
-                strided = Woodbury(Fold.of(KP), real(inverted(G)), Fold.of(PK.mH))
+                strided = Woodbury(Fold.of(spread(inverted(G)) @ KP), Fold.of(PK.mH))
             factors.append(Factors(real(inverse), real(A), strided))
         return factors
 
@@ -174,8 +174,8 @@ class MonotoneMultiTier(MonotoneOperator):
         counts = [self.spectrum(i, self.example).count for i in range(self.tiers)]
         sizes = [n for count, c in zip(counts, self.channels, strict=True) for n in 2 * [count * (2 * c) ** 2]]
         for count, (a, b) in zip(counts, itertools.pairwise(self.channels), strict=False):
-            sizes += [count * 2 * a * 2 * b, count * 2 * a * 2 * b, count // STRIDE**2 * (2 * b) ** 2]
-        return sizes  # P^-1 and A of every tier; K P^-1, P^-1 K^H and G^-1 where there is an S
+            sizes += 2 * [count * 2 * a * 2 * b]
+        return sizes  # P^-1 and A of every tier; G^-1 K P^-1 and P^-1 K^H where there is an S
 
     def solve(
         self, factors: list[Factors], alpha: float, z: tuple[Tensor, ...], *, adjoint: bool
@@ -191,7 +191,7 @@ class MonotoneMultiTier(MonotoneOperator):
                 right.baddbmm_(tier.A.mT, transform.forward(below), alpha=-2 * alpha)
             x = torch.bmm(tier.inverse, right)
             if (strided := tier.strided) is not None:
-                y = torch.bmm(strided.inverse, strided.left.sum(right))
+                y = strided.left.sum(right)
                 strided.right.subtract_lifted(y, x)
                 below = self.placed(i, y / alpha)
             parts.append(images(transform.inverse(x)))
@@ -205,7 +205,7 @@ class MonotoneMultiTier(MonotoneOperator):
             x = torch.bmm(tier.inverse.mT, right)
             if (strided := tier.strided) is not None and above is not None:  # alpha W_{i+1,i}^T x_{i+1}
                 y = torch.add(strided.right.sum(right), self.taken(i, above), alpha=2 * STRIDE**2)
-                strided.left.subtract_lifted(torch.bmm(strided.inverse.mT, y), x)
+                strided.left.subtract_lifted(y, x)
             if i:
                 above = transform.inverse(torch.bmm(tier.A, x))
             parts.append(images(transform.inverse(x)))
@@ -240,6 +240,12 @@ class MonotoneMultiTier(MonotoneOperator):
 def folded_sum(blocks: Tensor) -> Tensor:
     """Sum (frequency, ...) over the four that fold together: (coarse frequency, ...)."""
     return blocks.view(STRIDE, -1, STRIDE, *blocks.shape[1:]).sum(dim=(0, 2))
+
+
+def spread(blocks: Tensor) -> Tensor:
+    """Repeat (coarse frequency, ...) for the four that fold together, the adjoint of :func:`folded_sum`."""
+    repeated = blocks[None, :, None].expand(STRIDE, -1, STRIDE, *blocks.shape[1:])
+    return repeated.reshape(-1, *blocks.shape[1:])
 
 
 @dataclass
@@ -295,8 +301,7 @@ class Factors:
 
 @dataclass
 class Woodbury:
-    """K P^-1, G^-1, and (P^-1 K^H)^H."""
+    """G^-1 K P^-1 and (P^-1 K^H)^H."""
 
     left: Fold
-    inverse: Tensor
     right: Fold

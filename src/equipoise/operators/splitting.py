@@ -15,6 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,9 @@ from equipoise.operators.acceleration import Acceleration
 from equipoise.operators.activations import BorderZero, ProximalActivation
 from equipoise.operators.activations import activation as proximal
 from equipoise.operators.linear import MonotoneOperator, Resolvent, in_transform, is_leaf, tree
-from equipoise.operators.spectrum import images, memory
+from equipoise.operators.spectrum import images, memory, recording
 from equipoise.options import option, options, require
-from equipoise.problem.layout import Layout, is_zero, leaves, rebuild, select
+from equipoise.problem.layout import Layout, is_zero, leaves, rebuild, row_norms, select
 from equipoise.problem.problem import AnyStructure, DerivedProblem, FunctionProblem, Problem, Structure
 from equipoise.solvers.base import Solver, State
 
@@ -99,7 +100,8 @@ class MonotoneProblem(nn.Module):
         if torch.is_grad_enabled():
             nothing = sum((0 * p.flatten()[0] for p in self.operator.parameters() if p.requires_grad), start=nothing)
         full = [given[i] if i < len(given) else torch.zeros_like(part) for i, part in enumerate(parts)]
-        return [arranged(b.to(part.dtype)) + nothing for part, b in zip(parts, full, strict=True)]
+        values = [arranged(b.to(part.dtype)) for part, b in zip(parts, full, strict=True)]
+        return values if isinstance(nothing, float) and nothing == 0 else [value + nothing for value in values]
 
     def structure(self, kind: type[Structure], problem: FunctionProblem) -> Structure | None:
         """Return what the splitting solvers see of this f within a solve."""
@@ -111,25 +113,36 @@ class MonotoneProblem(nn.Module):
             given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
         ]
         rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
-        return Splitting(self.operator, OnRows(self.activation, self.mask(layout, rows)), rows, problem)
+        activation = OnRows(self.activation, self.mask(layout, rows), partial(self.border, layout))
+        return Splitting(self.operator, activation, rows, problem)
 
     def mask(self, layout: Layout, like: Tensor) -> Tensor | None:
         """Return 0 on the border and 1 elsewhere, as a row; None without a border."""
         if all(size is None for size in self.operator.inner):
             return None
-        ones = [like.new_ones(1, *leaf.shape) for leaf in layout.leaves]
-        for part, s in zip(ones, self.activations, strict=True):
-            if isinstance(s, BorderZero):
-                s.cleared(part)
-        return layout.pack(rebuild(layout.nesting, ones))
+        mask = layout.pack(rebuild(layout.nesting, [like.new_ones(1, *leaf.shape) for leaf in layout.leaves]))
+        for part in self.border(layout, mask):
+            part.zero_()
+        return mask
+
+    def border(self, layout: Layout, rows: Tensor) -> list[Tensor]:
+        """Return views of the border of every tensor stored in rows."""
+        parts = leaves(layout.unpack(rows), "z")
+        pairs = zip(parts, self.activations, strict=True)
+        return [view for (_, part), s in pairs if isinstance(s, BorderZero) for view in s.border(part)]
 
 
 @dataclass(eq=False)
 class OnRows:
-    """An activation applied to rows, times ``mask``."""
+    """An activation applied to rows, and 0 on their border."""
 
     activation: ProximalActivation
-    mask: Tensor | None
+    mask: Tensor | None  # 0 on the border and 1 elsewhere; None without a border
+    border: Callable[[Tensor], list[Tensor]]  # views of it
+
+    @property
+    def projection(self) -> bool:
+        return self.activation.projection
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.masked(self.activation(rows))
@@ -138,17 +151,26 @@ class OnRows:
         return self.masked(self.activation.prox(rows, alpha))
 
     def reflect(self, rows: Tensor, alpha: float) -> Tensor:
+        reflected = self.activation.reflect(rows, alpha)
         if self.mask is None:
-            return self.activation.reflect(rows, alpha)
-        return self.prox(rows, alpha).mul_(2).sub_(rows)
+            return reflected
+        if recording(reflected):
+            return torch.where(self.mask == 0, -rows, reflected)
+        for part, given in zip(self.border(reflected), self.border(rows), strict=True):
+            torch.neg(given, out=part)
+        return reflected
 
     def derivative(self, rows: Tensor) -> Tensor:
         return self.masked(self.activation.derivative(rows))
 
-    def masked(self, rows: Tensor) -> Tensor:
+    def masked(self, fresh: Tensor) -> Tensor:
         if self.mask is None:
-            return rows
-        return rows * self.mask if rows.requires_grad else rows.mul_(self.mask)
+            return fresh
+        if recording(fresh):
+            return fresh * self.mask
+        for part in self.border(fresh):  # the border is small: much less to write than a product with the mask
+            part.zero_()
+        return fresh
 
 
 def arranged(part: Tensor) -> Tensor:
@@ -161,6 +183,7 @@ class Diagonal:
     """x -> slope x with 0 <= slope <= 1: s linearised. slope = (1 + D)^-1, f(z) = D z^2 / 2 (theorem 3)."""
 
     slope: Tensor
+    projection: bool = False  # whether s is one: then the slope is 0 or 1, and D 0 or infinite
     factors: dict[float, Tensor] = field(default_factory=dict)  # of reflections, by alpha
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -171,13 +194,13 @@ class Diagonal:
         return x * self.shrinking(alpha)
 
     def shrinking(self, alpha: float) -> Tensor:
-        if alpha == 1:
+        if alpha == 1 or self.projection:
             return self.slope
         return self.slope / torch.add(alpha, self.slope, alpha=1 - alpha)  # slope + alpha (1 - slope)
 
     def reflect(self, x: Tensor, alpha: float) -> Tensor:
         if alpha not in self.factors:
-            self.factors[alpha] = (2 * self.shrinking(alpha)).sub_(1)
+            self.factors[alpha] = torch.add(-1.0, self.shrinking(alpha), alpha=2)
         return x * self.factors[alpha]
 
     def derivative(self, x: Tensor) -> Tensor:
@@ -185,7 +208,7 @@ class Diagonal:
 
     def take(self, rows: Tensor) -> Diagonal:
         factors = {alpha: select(factor, rows) for alpha, factor in self.factors.items()}
-        return Diagonal(select(self.slope, rows), factors)
+        return Diagonal(select(self.slope, rows), self.projection, factors)
 
 
 class Known(torch.autograd.Function):
@@ -246,7 +269,7 @@ class Splitting(Structure):
 
         (I - J W)^-T v = v + W^T u, where u = J (W^T u + v), J = s'(W z + b): W transposed, s linearised, bias v.
         """
-        slope = Diagonal(self.activation.derivative(pre))
+        slope = Diagonal(self.activation.derivative(pre), self.activation.projection)
         return replace(self, activation=slope, bias=cotangent, transposed=not self.transposed)
 
     def record(self, problem: Problem, z: Tensor, companion: Tensor | None) -> SplitRecord:
@@ -316,6 +339,13 @@ class SplittingState(State):
     """Adds W z + b."""
 
     pre: Tensor
+    zero: bool = field(default=False, kw_only=True)  # whether z is 0, as at the start of nearly every solve
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        if self.zero:
+            size = row_norms(self.image)
+            return size, size
+        return super().norms()
 
 
 class SplittingSolver(Solver):
@@ -339,18 +369,18 @@ class SplittingSolver(Solver):
             split.alphas[self] = alpha if 0 < alpha < math.inf else 1.0
         return split, split.alphas[self]
 
-    def begin(self, split: Splitting, z: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z, f(z) and W z + b to start from: z0, or 0 for samples whose equilibrium is 0.
+    def begin(self, split: Splitting, z: Tensor, image: Tensor) -> SplittingState:
+        """Return the state to start from: at z0, or at 0 for samples whose equilibrium is 0.
 
         0 is the equilibrium exactly when s(b) = 0. From elsewhere, iterates only tend to it: f(z) may be 0 long before
         z is, and no relative tolerance would ever be met.
         """
         if is_zero(z):
-            return z, image, split.bias
+            return SplittingState(z, image, split.bias, zero=True)
         at_rest = (split.activation(split.bias) == 0).all(dim=1) & torch.isfinite(image).all(dim=1)
         if bool(at_rest.any()):
             z, image = (torch.where(at_rest[:, None], 0.0, rows) for rows in (z, image))
-        return z, image, split.preactivation(z)
+        return SplittingState(z, image, split.preactivation(z))
 
     def companion(self, state: SplittingState) -> Tensor:
         return state.pre  # at the equilibrium it determines the slope of s for the backward pass
@@ -379,7 +409,7 @@ class ForwardBackward(SplittingSolver):
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> SplittingState:
         split, _ = self.split(problem)
-        return SplittingState(*self.begin(split, z, image))
+        return self.begin(split, z, image)
 
     def step(self, problem: Problem, state: SplittingState) -> SplittingState:
         split, alpha = self.split(problem)
@@ -391,10 +421,18 @@ class ForwardBackward(SplittingSolver):
 
 @dataclass
 class ReflectionState(SplittingState):
-    """Adds u, which is reflected next, and what acceleration remembers of it."""
+    """Adds the step size, and what relaxation and acceleration remember of u."""
 
-    u: Tensor
-    memory: Acceleration | None
+    alpha: float
+    kept: Tensor | None = None  # u, where it differs from z + alpha (W z + b - z)
+    memory: Acceleration | None = None
+
+    @property
+    def u(self) -> Tensor:
+        """What is reflected next."""
+        if self.kept is not None:
+            return self.kept
+        return self.alpha * self.pre if self.zero else torch.lerp(self.z, self.pre, self.alpha)
 
     def take(self, rows: Tensor) -> ReflectionState:
         taken = super().take(rows)
@@ -417,22 +455,27 @@ class ReflectionSolver(SplittingSolver):
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> ReflectionState:
         # The u of z if z were the equilibrium; from z = 0 this is one step ahead of u = 0.
         split, alpha = self.split(problem)
-        z, image, pre = self.begin(split, z, image)
-        u = torch.lerp(z, pre, alpha)
-        return ReflectionState(z, image, pre, u, Acceleration.start(u, self.memory) if self.memory else None)
+        first = self.begin(split, z, image)
+        state = ReflectionState(first.z, first.image, first.pre, alpha, zero=first.zero)
+        if self.memory:
+            state.kept = state.u
+            state.memory = Acceleration.start(state.kept, self.memory)
+        return state
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.split(problem)
         problem.count.add(len(state.z))
         half = split.activation.reflect(state.u, alpha)
+        memory, plain = state.memory, self.relaxation == 1 and state.memory is None
+        before = None if plain else state.u
+        del state  # its memory is free for the resolvent
         z = split.solve(torch.add(half, split.bias, alpha=alpha), alpha)
-        pre = torch.lerp(half, z, (1 + alpha) / alpha)  # (1 + alpha) z - alpha W z = half + alpha b
-        u = half.lerp_(z, 2.0)  # 2 z - half
-        if self.relaxation != 1:
-            u = torch.lerp(state.u, u, self.relaxation)
-        if state.memory is not None:
-            u = state.memory.next(state.u, u)
-        return ReflectionState(z, split.activation(pre), pre, u, state.memory)
+        kept = None
+        if before is not None:
+            kept = torch.lerp(before, torch.lerp(half, z, 2.0), self.relaxation)  # towards 2 z - half
+            kept = memory.next(before, kept) if memory is not None else kept
+        pre = half.lerp_(z, (1 + alpha) / alpha)  # (1 + alpha) z - alpha W z = half + alpha b
+        return ReflectionState(z, split.activation(pre), pre, alpha, kept, memory)
 
 
 @options

@@ -53,9 +53,13 @@ def test_the_head_averages_squares_of_the_image_without_its_border():
     torch.testing.assert_close(model.features(z), F.avg_pool2d(z[:, :, :9, :10], 4).flatten(1))
 
 
-def test_the_injection_is_the_convolution_it_says():
-    layer, x = torch.nn.Conv2d(3, 5, 3, padding=1).double(), torch.randn(4, 3, 6, 5, dtype=torch.float64)
-    torch.testing.assert_close(convolved(layer, x).permute(3, 2, 0, 1), layer(x))
+@pytest.mark.parametrize("outputs", [5, 40], ids=["fewer than taps", "more than taps"])
+def test_the_injection_is_the_convolution_it_says(outputs):
+    layer, x = torch.nn.Conv2d(3, outputs, 3, padding=1).double(), torch.randn(4, 3, 6, 5, dtype=torch.float64)
+    injected = convolved(layer, x, (8, 9)).permute(3, 2, 0, 1)
+    torch.testing.assert_close(injected, torch.nn.functional.pad(layer(x), (0, 4, 0, 2)), atol=1e-12, rtol=1e-12)
+    assert not injected[:, :, 6:].any()
+    assert not injected[:, :, :, 5:].any()
 
 
 KINDS = [("dense", 7), ("conv", 4), ("multitier", (3, 2))]

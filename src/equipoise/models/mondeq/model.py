@@ -91,7 +91,7 @@ class MonDEQ(nn.Module):
         if self.kind == "dense":
             return self.inject(x.flatten(1))
         grid = self.operator.grid if self.kind == "conv" else self.operator.grids[0]
-        injected = images(embed(convolved(self.inject, x), grid))
+        injected = images(convolved(self.inject, x, grid))
         return injected if self.kind == "conv" else (injected,)  # the input enters the first tier
 
     def features(self, z: Any) -> Tensor:
@@ -102,9 +102,9 @@ class MonDEQ(nn.Module):
         if self.kind == "multitier":
             return z[-1].flatten(1)
         height, width = (n // self.pool for n in self.size)
-        kept = memory(z)[: height * self.pool, : width * self.pool]
-        averaged = kept.unflatten(0, (height, self.pool)).mean(dim=1)  # one dimension at a time is many times faster
-        return images(averaged.unflatten(1, (width, self.pool)).mean(dim=2)).flatten(1)
+        rows = memory(z)[: height * self.pool].unflatten(0, (height, self.pool)).mean(dim=1)
+        columns = rows[:, : width * self.pool].unflatten(1, (width, self.pool)).mean(dim=2)
+        return images(columns).flatten(1)  # one dimension at a time is many times faster
 
     @property
     def equilibrium(self) -> Equilibrium:
@@ -134,18 +134,21 @@ class MonDEQ(nn.Module):
         return certify(self, alpha)
 
 
-def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the 3x3 convolution of zero-padded (batch, C, H, W) images as (H, W, C, batch).
+def convolved(layer: nn.Conv2d, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return the 3x3 convolution of zero-padded (batch, C, H, W) images as (H, W, C, batch), in a grid of zeros.
 
     Gathering the taps of the few input channels lets one matrix product return the memory order that operators use;
-    permuting the many output channels would cost more.
+    permuting the many output channels would cost more. A tap of ones, which is 0 in the border, carries the bias.
     """
     padded = F.pad(memory(x), (0, 0, 0, 0, 1, 1, 1, 1))
     (height, width), (outputs, inputs) = x.shape[2:], layer.weight.shape[:2]
-    pixels = height * width
     taps = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    patches = torch.stack(taps, dim=2).view(pixels, 9 * inputs, len(x))
-    kernel = layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs)
+    ones = x.new_ones(1).expand(height, width, 1, len(x))
+    patches = torch.cat([*taps, ones], dim=2)
+    if few := patches.shape[2] < outputs:  # what is smaller is placed in the grid
+        patches = embed(patches, grid)
     assert layer.bias is not None
-    out = torch.baddbmm(layer.bias[:, None].expand(pixels, -1, 1), kernel.expand(pixels, -1, -1), patches)
-    return out.view(height, width, outputs, len(x))
+    kernel = torch.cat([layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs), layer.bias[:, None]], dim=1)
+    out = torch.bmm(kernel.expand(patches.shape[0] * patches.shape[1], -1, -1), patches.flatten(0, 1))
+    stored = out.view(*patches.shape[:2], outputs, len(x))
+    return stored if few else embed(stored, grid)
