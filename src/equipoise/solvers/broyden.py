@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from equipoise.options import option, options
+from equipoise.problem.layout import row_norms
 from equipoise.problem.problem import Problem
 from equipoise.solvers.base import GapState, Solver, backtrack
 
 
 @dataclass
 class BroydenState(GapState):
-    """Adds the inverse Jacobian estimate H = -I + sum_k left_k right_k^T and its product with the gap."""
+    """Adds the inverse Jacobian estimate H = -I + sum_k inverse_k left_k right_k^T and its product with the gap."""
 
     left: Tensor  # (batch, memory, n), one contiguous slot per update and sample
     right: Tensor
-    weights: Tensor  # (batch, memory): right_k . gap, so that H gap = -gap + sum_k weights_k left_k
+    inverse: Tensor  # (batch, memory)
+    weights: Tensor  # (batch, k): inverse_k right_k . gap, so that H gap = -gap + sum_k weights_k left_k
     direction: Tensor  # -H gap
     seen: int  # number of updates so far
 
@@ -46,42 +48,38 @@ class Broyden(Solver):
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> BroydenState:
         batch, n = z.shape
-        ring = z.new_empty(2, batch, self.memory, n)
-        gap = image - z
-        return BroydenState(z, image, gap, ring[0], ring[1], z.new_zeros(batch, self.memory), gap, seen=0)
+        left, right = z.new_empty(batch, self.memory, n), z.new_empty(batch, self.memory, n)
+        inverse, gap = z.new_zeros(batch, self.memory), image - z
+        return BroydenState(z, image, gap, left, right, inverse, inverse, gap, seen=0)
 
     def step(self, problem: Problem, state: BroydenState) -> BroydenState:
         z, image, gap = backtrack(problem, state, state.direction, self.line_search)
+        moved = z - state.z if self.line_search else state.direction
         slot, filled = state.seen % self.memory, self.filled(state)
-        left, right, weights = state.left[:, :filled], state.right[:, :filled], state.weights
-        moved = z - state.z
-
-        product = -state.direction  # H g_old, then without the updates that are about to be overwritten
+        left, right, inverse = state.left[:, :filled], state.right[:, :filled], state.inverse
+        before = state.direction  # -H g_old, without the updates that are about to be overwritten
         if self.when_full == "restart" and slot == 0:
-            product = -state.gap
+            before = state.gap
         elif filled == self.memory:
-            product = torch.addcmul(product, left[:, slot], weights[:, slot, None], value=-1)
-            left[:, slot].zero_()
-            right[:, slot].zero_()
-        new_product = -gap  # H g_new
-        turned = -moved  # H^T s
-        weights = weights.clone()
-        if filled:
-            along = (gap[:, None] @ right.mT)[:, 0]
-            weights[:, :filled] = along
-            new_product = torch.baddbmm(new_product[:, None], along[:, None], left)[:, 0]
-            turned = torch.baddbmm(turned[:, None], moved[:, None] @ left.mT, right)[:, 0]
+            before = torch.addcmul(before, left[:, slot], state.weights[:, slot, None])
+            inverse[:, slot] = 0.0
 
-        change = gap - state.gap
-        scale = (turned * change).sum(dim=1, keepdim=True)  # s^T H y
-        inverse = torch.where(scale == 0, 0.0, 1 / scale)  # a step without information leaves H unchanged
-        update = (moved - (new_product - product)) * inverse
+        overlap = torch.bmm(moved[:, None], left.mT) * inverse[:, None, :filled]
+        state.right[:, slot] = torch.baddbmm(moved[:, None], overlap, right, beta=-1)[:, 0]  # H^T s
+        along = torch.bmm(gap[:, None], state.right[:, : max(filled, slot + 1)].mT)[:, 0]
+        weights = along * inverse[:, : along.shape[1]]
+        after = torch.baddbmm(gap[:, None], weights[:, None, :filled], left, alpha=-1)[:, 0]  # -H g_new
+
+        # s^T H y and s - H y, where y = g_new - g_old, and H g_old = -s unless the step was halved or H changed.
+        size = row_norms(moved).square_() if moved is before else (moved * before).sum(dim=1)
+        scale = along[:, slot] + size
+        update = after if moved is before else after + (moved - before)
+        informed = scale.abs() > 10 * torch.finfo(scale.dtype).eps * size.abs()
+        inverse[:, slot] = torch.where(informed, 1 / scale, 0.0)  # a step without information leaves H unchanged
+        weights[:, slot] = along[:, slot] * inverse[:, slot]
         state.left[:, slot] = update
-        state.right[:, slot] = turned
-        weight = (turned * gap).sum(dim=1, keepdim=True)
-        weights[:, slot] = weight[:, 0]
-        direction = -torch.addcmul(new_product, update, weight)
-        return BroydenState(z, image, gap, state.left, state.right, weights, direction, state.seen + 1)
+        direction = torch.addcmul(after, update, weights[:, slot, None], value=-1)
+        return BroydenState(z, image, gap, state.left, state.right, inverse, weights, direction, state.seen + 1)
 
     def filled(self, state: BroydenState, *, after: bool = False) -> int:
         """Return the number of updates in H: those the next step starts from, or those ``after`` the last step."""
@@ -94,4 +92,5 @@ class Broyden(Solver):
         """Return -H^T v, an estimate of (I - J^T)^-1 v from the forward pass (SHINE, Z. Ramzi et al. 2022, eq. 4)."""
         filled = self.filled(state, after=True)
         left, right = state.left[:, :filled], state.right[:, :filled]
-        return torch.baddbmm(cotangent[:, None], cotangent[:, None] @ left.mT, right, alpha=-1)[:, 0]
+        overlap = torch.bmm(cotangent[:, None], left.mT) * state.inverse[:, None, :filled]
+        return torch.baddbmm(cotangent[:, None], overlap, right, alpha=-1)[:, 0]
