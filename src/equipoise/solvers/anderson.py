@@ -22,7 +22,7 @@ class AndersonState(GapState):
 
     left: Tensor  # (batch, memory + 2, n): differences of gaps (type II) or iterates (type I); the last two gaps
     moves: Tensor  # (batch, memory, n): dz + mixing * dgap, by which the next iterate is corrected
-    gram: Tensor  # (batch, memory, memory): left_i . dgap_j, with the ridge on its diagonal
+    gram: Tensor  # (batch, memory, memory): left_i . dgap_j
     seen: int  # number of differences so far
 
     def take(self, rows: Tensor) -> Self:
@@ -80,7 +80,7 @@ class Anderson(Solver):
         torch.sub(image, z, out=gap)
         if self.restart is not None:
             grew = (row_norms(gap) > self.restart * row_norms(state.gap))[:, None, None]
-            gram = torch.where(grew, torch.eye(self.memory, dtype=gram.dtype, device=gram.device), gram)
+            gram = gram.masked_fill(grew, 0.0)
             left[:, : self.memory].masked_fill_(grew, 0.0)  # a zero difference has no effect
         torch.sub(image, state.image, out=moves[:, slot])
         if self.mixing != 1.0:
@@ -105,11 +105,16 @@ class Anderson(Solver):
             dgap = (moves[:, new] - left[:, new]) / self.mixing
             gram[:, new, :filled] = ((left[:, new, None] @ moves.mT)[:, 0] - products[:, 0]) / self.mixing
             gram[:, :filled, new] = (dgap[:, None] @ left.mT)[:, 0]
-        # A ridge on the matrix scaled to unit diagonal multiplies the diagonal. A zero difference has no effect.
-        ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
-        diagonal = gram[:, new, new]
-        diagonal.mul_(1 + ridge).add_(diagonal == 0)
-        solution, failed = torch.linalg.solve_ex(gram[:, :filled, :filled], right[:, :, None])
-        gamma = solution.mT.masked_fill_((failed != 0)[:, None, None], 0.0)  # the plain step if it is singular
+        gamma = self.weights(gram[:, :filled, :filled], right)[:, None]
         base = state.image if self.mixing == 1.0 else torch.add(state.z, state.gap, alpha=self.mixing)
         return torch.baddbmm(base[:, None], gamma, moves, alpha=-1)[:, 0]
+
+    def weights(self, gram: Tensor, right: Tensor) -> Tensor:
+        """Return gamma, with zeros (the plain step) where the system is singular."""
+        ridge = 100 * torch.finfo(gram.dtype).eps if self.ridge is None else self.ridge
+        system = gram.clone()
+        diagonal = system.diagonal(dim1=1, dim2=2)
+        # A ridge on the matrix scaled to unit diagonal multiplies the diagonal. A zero difference has no effect.
+        diagonal.mul_(1 + ridge).add_(diagonal == 0)
+        solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
+        return solution[:, :, 0].masked_fill_((failed != 0)[:, None], 0.0)
