@@ -115,9 +115,6 @@ def test_second_derivatives(make):
     cell, x = eq.hoist(make()), data(2, N).requires_grad_()
     weight = next(cell.parameters())
 
-    def value(x, shift):
-        return eq.fixed_point(lambda z, x: cell(z, x) + shift, torch.zeros_like(x), x, tolerance=TIGHT).value
-
     layer = eq.Equilibrium(cell, tolerance=TIGHT)
     assert torch.autograd.gradcheck(layer, x)
     assert torch.autograd.gradgradcheck(layer, x)

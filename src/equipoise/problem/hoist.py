@@ -1,14 +1,13 @@
 """What does not depend on z is computed once per solve: :func:`hoist`.
 
-f is called many times with the same inputs and parameters. A hoisted f remembers, for the length of a solve, the results
-of those torch functions whose arguments are inputs, parameters or such results, and finds them again at its next call.
+f is called many times with the same inputs and parameters. A hoisted f remembers, for the length of a solve, results of
+those torch functions whose arguments are inputs, parameters or such results, and finds them again at its next call.
 The code of f runs at every call, so control flow, submodules and modes need no tracing. Inputs that are narrowed to
 some samples, or recorded for a gradient, are other tensors: results that depend on them are then computed again.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -154,6 +153,7 @@ class Memory(TorchFunctionMode):
         self.known = {id(tensor): tensor for tensor in [*self.roots, *once, *given]}
         for _, tensor in leaves(z, "z"):
             self.known.pop(id(tensor), None)
+            self.device = tensor.device.type
         with self:
             image = f(z, *inputs)
         self.entries = self.used
@@ -165,10 +165,10 @@ class Memory(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # A custom autograd function or a no_grad block inside f manages its own graph.
-        named = self.key([args, kwargs]) if torch.is_grad_enabled() == self.grad else None
+        named = self.key((args, kwargs)) if torch.is_grad_enabled() == self.grad else None
         if named is None:
             return func(*args, **kwargs)
-        use = (func, named, mode(self.known))
+        use = (func, named, self.autocast())
         self.count[use] = nth = self.count.get(use, 0) + 1
         entry = self.entries.get((use, nth))
         if entry is not None and all(version(t) == v for t, v in zip(*entry[1:], strict=True)):
@@ -177,7 +177,7 @@ class Memory(TorchFunctionMode):
             state = torch.get_rng_state()
             result = func(*args, **kwargs)
             found = list(tensors_in(result))
-            changed = self.key([args, kwargs]) != named or not torch.equal(state, torch.get_rng_state())
+            changed = self.key((args, kwargs)) != named or not torch.equal(state, torch.get_rng_state())
             if not found or changed or entry is not None:
                 return result
             entry = (result, found, [version(t) for t in found])
@@ -189,24 +189,24 @@ class Memory(TorchFunctionMode):
         """Return what identifies an argument, tensors by identity; None if it may depend on z."""
         if isinstance(value, Tensor):
             return (id(value), version(value)) if id(value) in self.known else None
-        if isinstance(value, SIMPLE):
+        if isinstance(value, SIMPLE) or value is Ellipsis:
             return type(value), value
         if isinstance(value, slice):
-            value = (slice, value.start, value.stop, value.step)
+            value = ("slice", value.start, value.stop, value.step)
         elif isinstance(value, dict):
-            value = (dict, *value.keys(), *value.values())
-        if value is slice or value is dict or value is Ellipsis:
-            return value
+            value = ("dict", *value.keys(), *value.values())
         if not isinstance(value, tuple | list):
             return None
-        parts = [self.key(part) for part in value]
-        return None if None in parts else (type(value), *parts)
+        parts = []
+        for part in value:
+            if (named := self.key(part)) is None:
+                return None
+            parts.append(named)
+        return type(value), *parts
 
-
-def mode(tensors: dict[int, Tensor]) -> Hashable:
-    kind = next(iter(tensors.values())).device.type if tensors else "cpu"
-    state = autocast_state(kind)
-    return state and tuple(state.values())
+    def autocast(self) -> Hashable:
+        state = autocast_state(self.device)
+        return state and tuple(state.values())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
