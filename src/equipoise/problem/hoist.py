@@ -206,7 +206,7 @@ class Memory(TorchFunctionMode):
 
     def autocast(self) -> Hashable:
         state = autocast_state(self.device)
-        return state and tuple(state.values())
+        return tuple(state.values()) if state else None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
