@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torchdeq
-from torch import Tensor
+from torch import Tensor, nn
 
 import equipoise as eq
 from probe import Probe, Reached, Watch
@@ -37,6 +39,7 @@ def contenders(limit: eq.Tolerance) -> Sequence[Contender]:
     return (
         Equipoise("Picard()", eq.Picard(), limit),
         Equipoise("Anderson(6)", eq.Anderson(memory=6), limit),
+        Equipoise("Anderson(6), hoist(f)", eq.Anderson(memory=6), limit, hoist=True),
         Equipoise("Anderson(6, kind=1)", eq.Anderson(memory=6, kind=1), limit),
         Equipoise("Broyden(12)", eq.Broyden(memory=12), limit),
         TorchDEQ("fixed_point_iter", limit.max_steps),
@@ -56,12 +59,19 @@ def loss(z: State, v: State) -> Tensor:
     return torch.stack([(a * b).sum() for a, b in zip(leaves(z), leaves(v), strict=True)]).sum()
 
 
+@cache
+def hoisted(f: nn.Module) -> nn.Module:
+    warnings.filterwarnings("ignore", "eq.hoist found nothing")  # where x is only added to a function of z
+    return eq.hoist(f)
+
+
 class Equipoise:
     """equipoise: each sample stops by its own residual; the backward pass uses the same solver and tolerance."""
 
-    def __init__(self, name: str, solver: Any, limit: eq.Tolerance) -> None:
+    def __init__(self, name: str, solver: Any, limit: eq.Tolerance, *, hoist: bool = False) -> None:
         self.name = name
         self.solver = solver
+        self.hoist = hoist
         self.tolerance = limit
 
     def prepare(self, problem: Problem, relative: float) -> int | None:
@@ -85,6 +95,8 @@ class Equipoise:
         return self._solution(problem, probe).value
 
     def _solution(self, problem: Problem, probe: Probe) -> eq.Solution:
+        if self.hoist:
+            probe.f = hoisted(problem.f)
         return eq.fixed_point(
             probe,
             problem.z0,

@@ -19,6 +19,7 @@ from equipoise import command_start  # noqa: F401 (first: it must be there befor
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
+from equipoise.problem.hoist import hoist
 from equipoise.problem.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (
@@ -119,6 +120,7 @@ __all__ = [
     "create_model",
     "diagnose",
     "fixed_point",
+    "hoist",
     "jacobian_penalty",
     "joint",
     "lab",

@@ -47,6 +47,8 @@ def visible(f: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
             yield from unfold(value, f"captured {name!r}", f.__code__.co_names)
         for name, parameter in inspect.signature(f).parameters.items():
             yield from unfold(parameter.default, f"default argument {name!r}", ())
+    elif callable(inner := getattr(f, "__wrapped__", None)):  # a hoisted function
+        yield from visible(inner)
     elif isinstance(call := type(f).__dict__.get("__call__"), types.FunctionType):
         yield from attributes(f, "attribute", call.__code__.co_names)
 

@@ -278,9 +278,7 @@ class FunctionProblem(Problem):
                 raise ValueError(
                     f"f changes the shape of z: {leaf.name} is {shape}, {name} is {tuple(tensor.shape)}. {remedy}"
                 )
-            narrower = torch.promote_types(tensor.dtype, leaf.dtype) == leaf.dtype  # as under autocast
-            real = tensor.dtype.is_floating_point and leaf.dtype.is_floating_point
-            if tensor.dtype != leaf.dtype and not (real and narrower):
+            if tensor.dtype != leaf.dtype and not narrower(tensor.dtype, leaf.dtype):
                 raise TypeError(
                     f"f changes the dtype of z: {leaf.name} is {leaf.dtype}, {name} is {tensor.dtype}. "
                     f"Pass z0 in {tensor.dtype}, or convert inside f."
@@ -448,6 +446,12 @@ def inspect_layers(f: Any) -> tuple[bool, str | None]:
         )
         warned = True
     return warned, sequence_first
+
+
+def narrower(given: torch.dtype, expected: torch.dtype) -> bool:
+    """Return whether both are real and rows of the ``expected`` dtype hold the ``given`` one, as under autocast."""
+    real = given.is_floating_point and expected.is_floating_point
+    return real and torch.promote_types(given, expected) == expected
 
 
 def version(tensor: Tensor) -> int:

@@ -134,6 +134,8 @@ def backtrack(problem: Problem, state: GapState, direction: Tensor, halvings: in
     z = state.z + direction
     image = problem(z)
     gap = image - z
+    if not halvings:
+        return z, image, gap
     before, length = row_norms(state.gap), 1.0
     for _ in range(halvings):
         worse = ~(row_norms(gap) <= before)[:, None]  # NaN counts as worse
