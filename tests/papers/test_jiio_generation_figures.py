@@ -13,7 +13,7 @@ from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import this_machine
 from equipoise.papers.jiio.generation_figures import METHODS, cost_over_time, course, fitting_time, times_to_adam
 from equipoise.papers.jiio.sample_figures import generated
-from equipoise.tasks.generation import squared_error
+from equipoise.tasks.latent_vectors import squared_error
 from lab_helpers import run
 from tiny_generator import tiny
 

@@ -12,8 +12,9 @@ from torch import nn
 import equipoise as eq
 from equipoise.lab.runs import checkpoints
 from equipoise.stability import jacobian_penalty
-from equipoise.tasks.generation import Generation, fit, generator_in, squared_error
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
 from lab_helpers import latest, run, run_two

@@ -11,8 +11,9 @@ from torch import nn
 from equipoise.lab.training.evaluate import add
 from equipoise.tasks import TASKS, generation, restoration
 from equipoise.tasks.degradations import random_seeds
-from equipoise.tasks.generation import Generation, squared_error
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr
+from equipoise.tasks.latent_vectors import squared_error
 from equipoise.tasks.medians import DECIBELS, SIMILARITY, Bins
 from equipoise.tasks.physics import GaussianBlur
 from equipoise.tasks.plain_restoration import restore_plainly

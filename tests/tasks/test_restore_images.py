@@ -8,7 +8,8 @@ import torch
 import equipoise as eq
 from equipoise.tasks import generation
 from equipoise.tasks.physics import Compose, Downsampling, GaussianBlur, Identity, Mask, MatrixOperator, square_masks
-from equipoise.tasks.restore_images import Snapshots, as_images, fit_measurements, restore, restore_by_adam
+from equipoise.tasks.restore_images import as_images, fit_measurements, restore, restore_by_adam
+from equipoise.tasks.snapshots import Snapshots
 from smooth_generator import SmoothGenerator, smooth_images
 
 D = torch.float64

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import option, options
 
-HELD_OUT = 0.1  # share of the codes by whose likelihood the mixture is chosen
+HELD_OUT = 0.1  # fraction of the codes held out to choose the mixture by their likelihood
 CHOICES = (1, 2, 5, 10, 20)  # numbers of components to choose from
-FEWEST = 20  # latent vectors that can be fitted
+FEWEST = 20  # smallest number of latent vectors that a density is fitted to
 PER_DIMENSION = 10  # latent vectors per component and dimension that are enough for the published mixture
 
 

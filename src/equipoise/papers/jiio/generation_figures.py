@@ -28,7 +28,7 @@ from equipoise.models.generator.model import Generator
 from equipoise.options import unknown
 from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
 from equipoise.solvers import Anderson, Broyden, Progress
-from equipoise.tasks.generation import fit, generator_in, squared_error
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tolerance import Tolerance
 
 STEP = 0.01  # the paper's step size of x, for the sum of squared errors over all pixels
@@ -72,7 +72,7 @@ def cost_over_time(
     adam_steps: int = 40,
     path: Path | None = None,
 ) -> Figure:
-    """Plot the cost of random test images over processor time, with z solved for anew outside the clock.
+    """Plot the cost of random test images over processor time, with z solved again outside the clock.
 
     The joint optimisation minimises the sum of squared errors, for which the paper's step size of x, 0.01, is meant.
     The numbers beside the picture include the time until each method reaches the lowest cost of Adam with cold solves,
@@ -167,7 +167,7 @@ def fitting_time(
 ) -> Figure:
     """Plot the time that Adam with cold solves and joint steps take, and the cost they reach (table 3).
 
-    The methods are timed alternately on the same random test images; costs are those with z solved for anew.
+    The methods are timed alternately on the same random test images; costs are those with z solved again.
 
     Args:
         runs: trained generators; one panel each.

@@ -22,8 +22,8 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
 from equipoise.tasks.degradations import Degradation, seeds_of
-from equipoise.tasks.drawing import in_three_colors
-from equipoise.tasks.generation import generator_in, shown
+from equipoise.tasks.drawing import in_three_colors, shown
+from equipoise.tasks.latent_vectors import generator_in
 from equipoise.tasks.restoration import Panel, strip_panels
 
 SOURCES = ("test", "generated")

@@ -22,9 +22,9 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.models.generator.density import FEWEST
 from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
-from equipoise.tasks.drawing import in_three_colors
-from equipoise.tasks.generation import fit, shown, squared_error
+from equipoise.tasks.drawing import in_three_colors, shown
 from equipoise.tasks.image_quality import psnr
+from equipoise.tasks.latent_vectors import fit, squared_error
 
 COLUMNS = 8
 Rows = list[tuple[Tensor, list[str]]]  # images and their captions, up to COLUMNS a row
