@@ -40,9 +40,9 @@ class Generation(Task):
             of the images. The latter is a cheap warm-up, which makes images depend on x; without it, optimisation from
             x = 0 hardly moves x. Evaluation always optimises.
         gradient: "implicit" solves for z* and its adjoint at the latent vectors found, starting from the state of the
-            last joint step, for the gradient of the weights; it is exact for these latent vectors however inaccurate the
-            joint optimisation is. "envelope" uses the adjoint of the joint optimisation (eq. 19) without any solve: it
-            is exact only at an optimum, and inaccurate when the adjoint has not converged.
+            last joint step, for the gradient of the weights; it is exact for these latent vectors however inaccurate
+            the joint optimisation is. "envelope" uses the adjoint of the joint optimisation (eq. 19) without any solve:
+            it is exact only at an optimum, and inaccurate when the adjoint has not converged.
         jacobian: weight of the penalty ||df/dz||_F^2 / numel(z) at a random iterate of the joint optimisation; the
             paper uses 0.1 with 40 steps and 2 with 100.
         probes: number of random vectors that estimate the penalty.

@@ -40,8 +40,8 @@ def jiio(
     """Attack a batch: return images in [0, 1] near the given ones, by joint optimisation of the image through z*.
 
     A step evaluates the equilibrium's f once, where a step of :func:`~equipoise.tasks.robustness.pgd` solves twice.
-    Of the given image and the last iterate of every attempt, the one with the largest class gap is returned, measured at
-    z*, which is solved for again.
+    Of the given image and the last iterate of every attempt, the one with the largest class gap is returned, measured
+    at z*, which is solved for again.
 
     Args:
         model: classifier that can be taken apart, see :class:`~equipoise.models.parts.taken_apart.TakenApart`; it is
