@@ -146,7 +146,10 @@ def fit_density(
         train_vae(vae, latents, epochs, beta, lr, batch_size, each)
     with torch.no_grad():
         codes = vae.codes(latents)[0]
-    mixture = published_mixture(codes, components or 20, seed) if many else chosen_mixture(codes, components, seed)
+    if many:
+        mixture = gaussian_mixture(components or 20, "full", seed).fit(codes.double().cpu().numpy())
+    else:
+        mixture = chosen_mixture(codes, components, seed)
     diagonal = mixture.covariance_type == "diag"
     size = DensitySize(latent=latent, code=code, width=width, components=mixture.n_components, diagonal=diagonal)
     density = LatentDensity(size).to(latents)
@@ -187,10 +190,6 @@ def gaussian_mixture(components: int, covariance: str, seed: int) -> Any:
     from sklearn.mixture import GaussianMixture
 
     return GaussianMixture(components, covariance_type=covariance, reg_covar=1e-4, random_state=seed)
-
-
-def published_mixture(codes: Tensor, components: int, seed: int) -> Any:
-    return gaussian_mixture(components, "full", seed).fit(codes.double().cpu().numpy())
 
 
 def chosen_mixture(codes: Tensor, components: int | None, seed: int) -> Any:
