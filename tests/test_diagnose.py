@@ -147,3 +147,11 @@ def test_a_solver_that_does_nothing_is_reported():
     at_once = eq.fixed_point(lambda z, x: 0.5 * z + 0 * x, torch.zeros(6, 12), x)
     assert "within the tolerance at z0 already" in str(eq.diagnose(at_once))
     assert "does nothing" not in str(eq.diagnose(solve(Cell(), x)))
+
+
+def test_a_coupled_solve_is_not_called_slow():
+    mixing = lambda z, x: 0.5 * torch.tanh(z + z.mean(0)) + x
+    x = torch.tensor([[0.5], [1.0], [1.5], [2.0]])
+    text = str(eq.diagnose(eq.fixed_point(mixing, torch.zeros(4, 1), x, on_failure="ignore")))
+    assert "4 COUPLED" in text
+    assert "slow" not in text

@@ -72,10 +72,11 @@ def test_the_table_of_results_says_what_the_runs_say(path):
     result = json.loads(path.read_text())
     (row,) = re.findall(rf"^\| `equipoise train {name} .*$", (ROOT / "results" / "README.md").read_text(), re.M)
     solves = result["test"]["solver"]["forward"]
+    median = solves["steps"]["median"]
     for said in (
         f"| {result['parameters']:,} |",
         f"| {score(result['test'])} |",
-        f"| {1 - solves['failed']:.0%}, median {solves['steps']['median']} steps |",
+        f"| {1 - solves['failed']:.0%}, median {median} step{'s' if median > 1 else ''} |",
         f"| {result['seconds'] / 60:.0f} min |",
     ):
         assert said in row

@@ -126,7 +126,7 @@ def diagnose(solution: Solution | Explained) -> Diagnosis:
             "moves away from it. Use Broyden or NewtonKrylov, or make f contractive (SpectralNorm, jacobian_penalty, "
             "smaller weights)."
         )
-    elif failures and not below_rounding:
+    elif set(failures) - {Result.COUPLED} and not below_rounding:
         more = math.ceil(math.log(target / worst) / log_rate) if worst > target else 0
         findings.append(
             f"Contractive here but slow: spectral radius about {rho:.3f}, residual {worst:.1e}; plain iteration from "

@@ -384,7 +384,7 @@ def test_errors():
         Intersection(L2Ball(1.0), Sphere(1.0))
     with pytest.raises(ValueError, match="no constraints"):
         Intersection()
-    with pytest.raises(ValueError, match="L2Ball.*seems to be empty: .* 4 of the samples"):
+    with pytest.raises(ValueError, match="L2Ball.*seems to be empty: .* 4 samples"):
         Intersection(L2Ball(1.0), L2Ball(1.0, 3 * torch.ones(1, 3)))(x)
     with pytest.raises(ValueError, match="seems to be empty"):
         Intersection(L2Ball(1.0), Box(1.0, 2.0))(x)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from digit_generator import RECIPE
 from equipoise.cli import main
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import FigureSpec
@@ -13,31 +14,9 @@ from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import this_machine
 from equipoise.papers.jiio.generation_figures import METHODS, cost_over_time, course, fitting_time, times_to_adam
 from equipoise.papers.jiio.sample_figures import generated
-from equipoise.tasks.generation import squared_error
+from equipoise.tasks.latent_vectors import squared_error
 from lab_helpers import run
 from tiny_generator import tiny
-
-RECIPE = """
-title = "a generator of digits"
-[data]
-name = "digits"
-limit = 24
-validation = 0
-[model]
-name = "generator"
-latent = 4
-channels = [8, 8]
-downsamplings = 0
-expansion = 1.0
-[task]
-name = "generation"
-steps = 4
-penalty_from = 2
-[training]
-batch_size = 24
-[[phases]]
-epochs = 1
-"""
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from torch import nn
 import equipoise as eq
 from equipoise.lab.runs import checkpoints
 from equipoise.stability import jacobian_penalty
-from equipoise.tasks.generation import Generation, fit, generator_in, squared_error
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
 from lab_helpers import latest, run, run_two
@@ -239,3 +240,10 @@ def test_penalty_of_a_linear_map_is_its_norm():
     z = torch.randn(4000, 6, dtype=torch.float64)
     estimate = jacobian_penalty(lambda z: z @ matrix.T, z, probes=2)
     assert float(estimate) == pytest.approx(float(matrix.square().sum()) / 6, rel=0.1)
+
+
+def test_only_solves_that_start_at_the_joint_optimum_are_warm_starts():
+    """Training reports a solver that does nothing, unless its solves are meant to start near their solution."""
+    assert Generation().warm_starts
+    assert not Generation(latents="frequencies").warm_starts
+    assert not Generation(gradient="envelope").warm_starts

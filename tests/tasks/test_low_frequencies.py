@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.fft import dctn
 
-from equipoise.tasks.low_frequencies import BRIGHTNESS, low_frequencies, lowest
+from equipoise.tasks.low_frequencies import LUMA_CHROMA, low_frequencies, lowest
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -13,7 +13,7 @@ def test_coefficients_are_those_of_scipy(channels, size):
     images = torch.randn(4, channels, *size, dtype=torch.float64)
     count = 24
     found = low_frequencies(images, count)
-    parts = images if channels == 1 else torch.einsum("kc,bchw->bkhw", torch.tensor(BRIGHTNESS).double(), images)
+    parts = images if channels == 1 else torch.einsum("kc,bchw->bkhw", torch.tensor(LUMA_CHROMA).double(), images)
     spectrum = torch.from_numpy(dctn(parts.numpy(), axes=(2, 3), norm="ortho"))
     channel, row, column, scale = lowest(channels, *size, count)
     torch.testing.assert_close(found, spectrum[:, channel, row, column] / scale)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from equipoise.lab.training.evaluate import add
-from equipoise.tasks import TASKS, generation, restoration
+from equipoise.tasks import TASKS, latent_vectors, restoration
 from equipoise.tasks.degradations import random_seeds
-from equipoise.tasks.generation import Generation, squared_error
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr
+from equipoise.tasks.latent_vectors import squared_error
 from equipoise.tasks.medians import DECIBELS, SIMILARITY, Bins
 from equipoise.tasks.physics import GaussianBlur
 from equipoise.tasks.plain_restoration import restore_plainly
@@ -27,7 +28,7 @@ TIGHT = {"steps": 500, "backward_steps": 300, "proximal": 0.0}
 @pytest.fixture
 def tight(monkeypatch):
     """Optima and adjoints that are as exact as finite differences."""
-    monkeypatch.setattr(generation, "RELATIVE", 1e-10)
+    monkeypatch.setattr(latent_vectors, "RELATIVE", 1e-10)
     monkeypatch.setattr(restoration, "BACKWARD_RELATIVE", 1e-10)
 
 

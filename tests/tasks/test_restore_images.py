@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import equipoise as eq
-from equipoise.tasks import generation
+from equipoise.tasks import latent_vectors
 from equipoise.tasks.physics import Compose, Downsampling, GaussianBlur, Identity, Mask, MatrixOperator, square_masks
-from equipoise.tasks.restore_images import Snapshots, as_images, fit_measurements, restore, restore_by_adam
+from equipoise.tasks.restore_images import as_images, fit_measurements, restore, restore_by_adam
+from equipoise.tasks.snapshots import Snapshots
 from smooth_generator import SmoothGenerator, smooth_images
 
 D = torch.float64
@@ -155,6 +156,6 @@ def test_errors():
 
 
 def test_the_joint_tolerance_can_be_met(monkeypatch):
-    monkeypatch.setattr(generation, "RELATIVE", 1e-10)
+    monkeypatch.setattr(latent_vectors, "RELATIVE", 1e-10)
     optimum = fit_measurements(SmoothGenerator(), smooth_images(2), Identity(), steps=400, solver=eq.JointAnderson())
     assert float(optimum.stats.residual.max()) < 1e-6

@@ -10,8 +10,9 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 import equipoise as eq
 from equipoise.lab.training.evaluate import add
-from equipoise.tasks.generation import Generation, fit, generator_in, squared_error
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.physics import Identity
 from equipoise.tasks.restoration import Restoration
 from equipoise.tasks.restore_images import restore

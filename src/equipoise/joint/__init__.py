@@ -1,4 +1,4 @@
-"""Optimise an input through an equilibrium in one loop: :func:`optimize_input` and what it takes (JIIO).
+"""Optimise an input through an equilibrium in one loop: :func:`optimize_input` and its options (JIIO).
 
 S. Gurumurthy, S. Bai, Z. Manchester, J. Z. Kolter, "Joint inference and input optimization in equilibrium networks"
 (2021).

@@ -1,4 +1,4 @@
-"""Constraints on an optimised input: balls, boxes, spheres, their intersections, and any projection of the user's.
+"""Constraints on an optimised input: balls, boxes, spheres, and user-defined projections.
 
 A constraint holds per sample, with norms over all tensors of a sample together. Projected points satisfy it in the
 arithmetic of x itself, not only up to rounding.
@@ -18,8 +18,8 @@ from equipoise.joint.rounding import Device, Grid, attached, norms, require_cons
 from equipoise.options import is_number, options, require_number
 from equipoise.problem.layout import Layout, largest_entries, leaves, select
 
-ACTIVE = 1e-5  # relative distance to a round boundary within which a point is on it
-ACCURACY = 1e-6  # relative, to which a function of the user has to reproduce its own results
+ACTIVE = 1e-5  # relative distance to the boundary within which a point counts as on it
+ACCURACY = 1e-6  # relative change up to which a user's projection leaves a point in place
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Constraint(ABC):
     def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent | None:
         """Return the tangent at allowed rows, given the gradient of the cost; None: differentiate ``project`` instead.
 
-        A constraint is active where the cost pushes against it. A push of zero, to rounding, counts as inactive: there
-        the optimum has one-sided derivatives only, and this is the one of moving inward.
+        A constraint is active where the cost decreases outward. If its slope is zero to rounding, the constraint counts
+        as inactive: the optimum then has only one-sided derivatives, and the one for moving inward is used.
         """
         return None
 
@@ -112,7 +112,7 @@ def require_ball(owner: Any) -> None:
             extremes = f"{radius.min():g} and {radius.max():g}"
             raise ValueError(f"{name}.radius lies between {extremes}; it must be positive and finite.")
     if center is not None and not isinstance(center, Tensor | tuple | list):
-        raise TypeError(f"{name}.center is {center!r}; it must be a tensor structured like x, or None, which is 0.")
+        raise TypeError(f"{name}.center is {center!r}; it must be a tensor structured like x, or None for 0.")
 
 
 class RoundSet(Constraint):
@@ -138,14 +138,14 @@ class RoundSet(Constraint):
         return (2 * self.size[:, 0]).to(self.grid.dtype) if isinstance(self.radius, Tensor) else 2 * self.radius
 
     def boundary(self, rows: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the distance to the center, the outward normal (0 at the center), and the push outward."""
+        """Return the distance to the center, the outward normal (0 at the center), and minus the slope along it."""
         offset = self.offset(rows)
         distance = norms(offset)
         normal = torch.where(distance > 0, offset / distance, 0.0)
         return distance, normal, -(normal * gradient).sum(dim=1, keepdim=True)
 
-    def beside(self, normal: Tensor, push: Tensor) -> Tangent:
-        """Return the tangent that leaves out ``normal``; all directions are free where it is 0."""
+    def orthogonal_to(self, normal: Tensor, push: Tensor) -> Tangent:
+        """Return the tangent of directions orthogonal to ``normal``; where it is 0, all directions."""
         normal, curvature = normal.to(self.grid.dtype), (push / self.size)[:, 0].to(self.grid.dtype)
         return Tangent(lambda v: v - normal * (normal * v).sum(dim=1, keepdim=True), curvature)
 
@@ -159,7 +159,7 @@ class L2Ball(RoundSet):
 
     Args:
         radius: positive number, or tensor of shape (batch,).
-        center: tensor structured like x, with a batch of 1 or of x; None is 0.
+        center: tensor structured like x, with a batch of 1 or that of x; None for 0.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, constraint=eq.L2Ball(1.0))
@@ -170,10 +170,10 @@ class L2Ball(RoundSet):
 
     def limit(self) -> Tensor:
         """Return the norm, as computed here, up to which none computed in the dtype of x exceeds the radius."""
-        return self.size * (1 - 2 * self.grid.coarsest - self.grid.eps * self.middle.shape[1] / 4 - self.doubt)
+        return self.size * (1 - 2 * self.grid.coarsest - self.grid.eps * self.middle.shape[1] / 4 - self.norm_error)
 
     @property
-    def doubt(self) -> float:
+    def norm_error(self) -> float:
         return torch.finfo(self.size.dtype).eps * self.middle.shape[1] / 4  # relative error of norms computed here
 
     def holds(self, rows: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class L2Ball(RoundSet):
 
     def target(self, shrink: float = 0.0) -> Tensor:
         """Return the norm to which points are projected."""
-        return self.limit() * (1 - 2 * self.grid.eps - 2 * self.doubt) * (1 - shrink)
+        return self.limit() * (1 - 2 * self.grid.eps - 2 * self.norm_error) * (1 - shrink)
 
     def nearest(self, rows: Tensor, shrink: float = 0.0) -> Tensor:
         offset, target = self.offset(rows), self.target(shrink)
@@ -198,7 +198,7 @@ class L2Ball(RoundSet):
         distance, normal, push = self.boundary(rows, gradient)
         near = distance >= (self.limit() - self.size * self.grid.coarsest) * (1 - ACTIVE)
         active = near & (push > 10 * self.grid.eps * norms(gradient))
-        return self.beside(normal * active, push * active)
+        return self.orthogonal_to(normal * active, push * active)
 
 
 @options
@@ -209,7 +209,7 @@ class Sphere(RoundSet):
 
     Args:
         radius: positive number, or tensor of shape (batch,).
-        center: tensor structured like x, with a batch of 1 or of x; None is 0.
+        center: tensor structured like x, with a batch of 1 or that of x; None for 0.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, constraint=eq.Sphere(11.3))
@@ -231,7 +231,7 @@ class Sphere(RoundSet):
 
     def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent:
         _, normal, push = self.boundary(rows, gradient)
-        return self.beside(normal, push)
+        return self.orthogonal_to(normal, push)
 
 
 class IntervalSet(Constraint):
@@ -260,7 +260,7 @@ class IntervalSet(Constraint):
     def require_real(self, grid: Grid) -> None:
         if any(leaf.dtype.is_complex for leaf in grid.layout.leaves):
             raise TypeError(
-                f"x is complex, which {type(self).__name__} does not order; use L2Ball, or view_as_real(x)."
+                f"x is complex, but {type(self).__name__} needs real numbers; use L2Ball, or view_as_real(x)."
             )
 
 
@@ -269,8 +269,8 @@ class Box(IntervalSet):
     """All x with low <= x <= high, entry by entry.
 
     Args:
-        low: number, or tensor structured like x with a batch of 1 or of x; -inf is no bound.
-        high: number, or tensor structured like x with a batch of 1 or of x; inf is no bound.
+        low: number, or tensor structured like x with a batch of 1 or that of x; -inf for no bound.
+        high: number, or tensor structured like x with a batch of 1 or that of x; inf for no bound.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, constraint=eq.Box(0.0, 1.0))
@@ -292,7 +292,7 @@ class Box(IntervalSet):
         self.require_real(grid)
         low, high = grid.rows("Box.low", self.low), grid.rows("Box.high", self.high)
         if bool((low.cpu() > high.cpu()).any()):
-            raise ValueError("Box.low is above Box.high in some entry, which leaves no x; exchange or widen them.")
+            raise ValueError("Box.low is above Box.high in some entry, so that no x is allowed; swap or widen them.")
         # Entries are compared with bounds in the dtype of x, where these are rounded to nearest.
         rows = {"low": grid.rounded(low), "high": grid.rounded(high)}
         lower, upper = grid.rounded(low, math.inf), grid.rounded(high, -math.inf)
@@ -310,7 +310,7 @@ class LinfBall(IntervalSet):
 
     Args:
         radius: positive number, or tensor of shape (batch,).
-        center: tensor structured like x, with a batch of 1 or of x; None is 0.
+        center: tensor structured like x, with a batch of 1 or that of x; None for 0.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, constraint=eq.LinfBall(8 / 255))
@@ -350,7 +350,7 @@ class LinfBall(IntervalSet):
 
 
 class Projection(Constraint):
-    """All x that a function leaves in place.
+    """All x that a given projection leaves unchanged.
 
     The function is always called with the whole batch, so that it may capture tensors of all samples.
 

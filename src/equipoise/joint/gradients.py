@@ -31,7 +31,7 @@ from equipoise.tolerance import Tolerance
 
 
 class JointGradient(ABC):
-    """How an optimum is differentiated."""
+    """The rule by which an optimum is differentiated."""
 
     holds_x: ClassVar[bool] = False  # whether x and mu are constants
 
@@ -50,8 +50,8 @@ def captured_graph(joint: Joint, v: Tensor) -> tuple[Tensor, Tensor]:
 class EnvelopeGradient(JointGradient):
     """The gradient of the cost by the envelope theorem (eq. 19): dl/dtheta + mu^T df/dtheta, without any solve.
 
-    It is the gradient of ``opt.cost`` only, which is what an outer loss needs that equals the inner one, or its
-    negative. A backward pass through ``opt.x``, ``opt.z`` or ``opt.mu`` raises an error.
+    Only ``opt.cost`` gets a gradient, which is enough if the outer loss is the inner one or its negative. A backward
+    pass through ``opt.x``, ``opt.z`` or ``opt.mu`` raises an error.
 
     Example:
         >>> opt = eq.optimize_input(f, loss, x0, z0, target, gradient=eq.EnvelopeGradient())
@@ -78,7 +78,7 @@ class KKTGradient(JointGradient):
         tolerance: tolerance of the backward solve.
         proximal: weight of a proximal term on x, relative to the sensitivity of f to x. It makes the system regular
             where directions of x do not change the cost, and the gradient approximate.
-        solver: solver of the system; None is as described.
+        solver: solver of the system; None for MINRES or GMRES, as described.
 
     Example:
         >>> opt = eq.optimize_input(f, loss, x0, z0, measured, gradient=eq.KKTGradient())
@@ -118,11 +118,11 @@ class KKTGradient(JointGradient):
         solver = self.solver or (MINRES() if system.symmetric else GMRES(memory=50))
         guess = torch.zeros_like(cotangent)
         solved = solve(system, guess, system(guess), solver, self.tolerance)
-        note(report, solved, system.joint)
+        note(report, solved)
         return torch.where(finite, system.released(solved.z), cotangent)
 
 
-def note(report: Report, solved: Solved, joint: Joint) -> None:
+def note(report: Report, solved: Solved) -> None:
     """Record the outcome of a backward solve."""
     optimum = report.solution() if report.solution is not None else None
     if optimum is not None:
@@ -207,7 +207,7 @@ class System(DerivedProblem):
 
 @options
 class DetachedGradient(JointGradient):
-    """The gradient of z*(theta) with x* held constant, as the authors' code has it.
+    """The gradient of z*(theta) with x* held constant, as in the authors' code.
 
     It is exact for an outer loss that does not depend on how x* moves, and wrong otherwise, even in sign:
     :class:`KKTGradient` is exact. ``opt.x`` and ``opt.mu`` are constants.
@@ -236,7 +236,7 @@ class DetachedGradient(JointGradient):
 
 def refuse_second_derivatives() -> None:
     if torch.is_grad_enabled():
-        raise NotImplementedError("an optimum has first derivatives only: do not use create_graph=True here.")
+        raise NotImplementedError("an optimum has first derivatives only: omit create_graph=True.")
 
 
 class _Once(torch.autograd.Function):

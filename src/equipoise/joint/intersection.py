@@ -84,10 +84,10 @@ class Core:
 class Intersection(Constraint):
     """All x that satisfy several constraints.
 
-    Boxes and one ball are projected onto exactly. Further balls and functions take Dykstra's algorithm, to a relative
-    accuracy of about 1e-6, on sets shrunk by that much, so that rounding leaves none of them. The number of sweeps
-    grows with the distance from the sets; after 500 the point found is allowed, but may not be quite the nearest.
-    Functions are satisfied to an accuracy of 1e-6 only.
+    The projection onto boxes and one ball is exact. Further balls and functions require Dykstra's algorithm, which runs
+    to a relative accuracy of about 1e-6 on sets shrunk by that fraction, so that the rounded point is in all of them.
+    The number of sweeps grows with the distance from the sets; after 500 sweeps the point is allowed, but it may not be
+    the nearest. Functions are satisfied only to an accuracy of 1e-6.
 
     Args:
         constraints: convex constraints, or functions that project; a :class:`Sphere` is not convex.
@@ -188,6 +188,6 @@ class Intersection(Constraint):
             shrink = min(max(64 * shrink, SHRINKAGE, 4 * self.grid.coarsest), 0.5)
             found = self.nearest(rows, shrink)
         raise ValueError(
-            f"{self!r} seems to be empty: no point satisfies all of its parts for {int((~held).sum())} of the samples. "
+            f"{self!r} seems to be empty: no point in all of its parts was found for {int((~held).sum())} samples. "
             "Enlarge a radius or widen a bound."
         )

@@ -57,10 +57,10 @@ class MINRES(Solver):
     Departures from the paper:
 
     1. The residual vector is updated along with its norm, by r_k = s_k^2 r_{k-1} - c_k phi_k v_{k+1}; the loop measures
-       residuals, and measures them anew at the end.
-    2. A sample stops where no direction reduces its residual, ||(I - A) r|| <= sqrt(eps) ||I - A|| ||r||, as it happens
-       if the system is singular and b not consistent. Further steps would follow the null space without bound, which
-       looks like convergence to a criterion relative to ||u||.
+       residuals, and measures them again at the end.
+    2. A sample stops where no direction reduces its residual, ||(I - A) r|| <= sqrt(eps) ||I - A|| ||r||, which
+       happens if the system is singular and b not consistent. Further steps would follow the null space without bound,
+       which looks like convergence to a criterion relative to ||u||.
     3. A sample whose Krylov space is exhausted starts a new one from its residual.
 
     Example:

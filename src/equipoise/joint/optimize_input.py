@@ -1,4 +1,4 @@
-"""The front door: :func:`optimize_input`."""
+"""The main entry point: :func:`optimize_input`."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def optimize_input(
     Args:
         f: function or module ``f(z, x, *inputs) -> z``.
         loss: function ``loss(z, x, *inputs)`` that returns one cost per sample, of shape (batch,).
-        x0: initial x: a tensor or nested tuple of tensors, batch first (a batch of 1 is broadcast); projected first.
-            An x shared by several images is one row whose state holds those images.
+        x0: initial x: a tensor or nested tuple of tensors, batch first (a batch of 1 is broadcast); it is projected
+            onto the constraint. An x shared by several images is one sample whose state holds all of these images.
         z0: initial state, as in :func:`equipoise.fixed_point`.
         inputs: tensors or tuples of tensors, batch first, passed to f and to the loss: targets, masks, images.
         constraint: set that x stays in: an :class:`L2Ball`, :class:`LinfBall`, :class:`Box`, :class:`Sphere`,
@@ -174,7 +174,7 @@ def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: O
 
 
 def usable(value: Any) -> Any:
-    """Return a value without inference tensors, which autograd refuses."""
+    """Return a value without inference tensors, which autograd rejects."""
     return rebuild(value, [t.clone() if t.is_inference() else t for t in tensors(value)])
 
 

@@ -1,4 +1,4 @@
-"""What :func:`equipoise.optimize_input` returns, how it is checked, and its diagnosis in words."""
+"""The result of :func:`equipoise.optimize_input`, its check and its diagnosis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise.joint.problem import Joint
-from equipoise.joint.solvers import automatic_size
+from equipoise.joint.solvers import JointSolver, automatic_size
+from equipoise.joint.steps import AutoStep
 from equipoise.solution import Result, Statistics, tally
 from equipoise.solvers import Anderson
 from equipoise.solvers.loop import Solved, solve
@@ -18,7 +19,7 @@ from equipoise.tolerance import Tolerance
 
 EXAMINED = 8  # samples whose Jacobian is probed
 TIGHT = Tolerance(relative=1e-6, max_steps=200, patience=50)  # of z*(x), re-solved
-DIFFERENT = 1e-3  # relative difference of two costs that is worth a sentence
+DIFFERENT = 1e-3  # relative difference of two costs above which the diagnosis mentions it
 RISING = 0.3  # share of steps that raise the cost, above which the step of x is called too long
 
 
@@ -118,8 +119,7 @@ class Optimum:
         with torch.no_grad():
             z = v[:, joint.z]
             solved = solve(inner, z, inner(z), Anderson(memory=8), tolerance)
-            there = torch.cat([solved.z, v[:, self.joint.n :]], dim=1)
-            cost = joint.costs(there)
+            cost = joint.costs(torch.cat([solved.z, v[:, joint.n :]], dim=1))
         return Check(cost, self.cost.detach(), inner.unpack(solved.z), solved.stats.converged)
 
     @property
@@ -160,7 +160,7 @@ class Optimum:
         if float(radius.max()) >= 1:
             found.append(
                 f"f is not contractive at the optimum: the spectral radius of df/dz is about "
-                f"{float(radius.max()):.2f}. Raise the damping of z and mu, keep more memory, or make f "
+                f"{float(radius.max()):.2f}. Raise the damping of z and mu or the memory, or make f "
                 "contractive (SpectralNorm, jacobian_penalty)."
             )
         if joint.constraint is not None and self.solved.companion is not None:
@@ -185,6 +185,7 @@ class Optimum:
         return found, samples, radius
 
     def rising(self) -> list[str]:
+        """Return a finding if the cost rose in many of the later steps."""
         costs = self.costs.double()
         if len(costs) < 5:
             return []
@@ -193,7 +194,8 @@ class Optimum:
         excess = float((costs[-1] - costs.nan_to_num(torch.inf).amin(dim=0)).mean())
         scale = float((costs[0] - costs.nan_to_num(torch.inf).amin(dim=0)).abs().mean())
         assert self.solved is not None
-        automatic = "auto" in repr(getattr(self.solved.solver, "step_size", "")).lower()
+        assert isinstance(self.solved.solver, JointSolver)
+        automatic = isinstance(self.solved.solver.rule, AutoStep)
         advice = "Raise the damping of z and mu." if automatic else "Use step_size='auto', or a shorter step."
         if rises > RISING and excess > 0.1 * scale:
             return [

@@ -1,4 +1,4 @@
-"""The numbers that an optimised input can hold, and points rounded to them.
+"""Rounding of points to numbers that the dtype of an optimised input can represent.
 
 Points are computed as rows of float32 or wider, and norms in float64; x may have fewer digits.
 """
@@ -15,7 +15,7 @@ Device = torch.device | str | None
 
 
 class Grid:
-    """The numbers that x can hold, each leaf in its own dtype, as rows of the layout's dtype."""
+    """The numbers that x can represent, each leaf in its own dtype, as rows of the layout's dtype."""
 
     def __init__(self, layout: Layout, batch: int, device: Device):
         self.layout, self.batch, self.device, self.dtype = layout, batch, device, layout.dtype
@@ -88,7 +88,7 @@ def require_constant(name: str, tensor: Tensor) -> None:
 
 
 def wide(rows: Tensor) -> Tensor:
-    """Return rows in float64, if the device has it."""
+    """Return rows in float64 if the device supports it."""
     return rows if rows.device.type == "mps" else rows.double()
 
 

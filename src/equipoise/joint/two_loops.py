@@ -1,7 +1,7 @@
-"""The methods that joint optimisation replaces: solve for z and for mu, then move x, and again.
+"""Baselines for joint optimisation: every step solves for z and for mu, then moves x.
 
-They take the same call as joint solvers, so that methods are compared by changing one option. Each step does as little
-work as possible: f is evaluated once with a graph, which the loss, the adjoint and the gradient share.
+They are solvers of the same problem, so that methods are compared by changing one option. Each step does as little work
+as possible: f is evaluated once with a graph, which the loss, the adjoint and the gradient share.
 """
 
 from __future__ import annotations

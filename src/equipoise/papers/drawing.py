@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from equipoise.fixed_point import Equilibrium
-from equipoise.lab.data.base import Split
+from equipoise.lab.data.base import Split, Subset
 from equipoise.lab.files import write_json
 from equipoise.lab.results.figures import (
     DIVERGED,
@@ -23,6 +23,8 @@ from equipoise.lab.results.figures import (
 )
 from equipoise.lab.results.trained import Trained
 from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.load import data_of
+from equipoise.lab.training.evaluate import prepared
 
 CurveStyle = tuple[Any, str, str]  # color, line style, marker: curves differ in more than their color
 STYLES, MARKERS = ("-", "--", "-.", ":"), "os^vPD"
@@ -109,6 +111,12 @@ def write_numbers(path: Path | None, numbers: dict[str, Any]) -> None:
 def random_rows(split: Split, samples: int | None = None) -> Tensor:
     """Return indices of random samples of a split, the same ones on every call."""
     return torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:samples]
+
+
+def random_test_images(run: Run, trained: Trained, folders: Sequence[Path], samples: int) -> Tensor:
+    """Return random test images of a run, prepared for its model, the same ones on every call."""
+    test = data_of(run, trained.recipe, folders).test
+    return next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))[0]
 
 
 def equilibrium_of(trained: Trained, kind: type) -> Any:

@@ -26,6 +26,7 @@ class Task(ABC):
 
     best_metric: str  # the metric of the validation split that selects the best weights
     best_is_largest: ClassVar[bool] = True
+    warm_starts: bool = False  # whether training solves start near their solution, so that a few steps are enough
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
         """Convert a batch for the model; by default uint8 images become numbers in [0, 1]."""

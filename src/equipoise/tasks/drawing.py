@@ -65,6 +65,22 @@ def image_grid(entries: list[tuple[Tensor, str]], columns: int = 8) -> Figure:
     return figure
 
 
+def shown(images: Tensor) -> Tensor:
+    """Return images in [-1, 1] as images in [0, 1] on the CPU."""
+    return ((images.detach().float() + 1) / 2).clamp(0, 1).cpu()
+
+
+def rows_of_images(rows: list[tuple[str, Tensor]], captions: list[str]) -> Figure:
+    """Draw named rows of images in [-1, 1], one below the other; the captions stand above the last row."""
+    last = len(rows) - 1
+    entries = [
+        (image, captions[i] if row == last else (name if i == 0 else ""))
+        for row, (name, images) in enumerate(rows)
+        for i, image in enumerate(shown(images))
+    ]
+    return image_grid(entries, columns=len(rows[0][1]))
+
+
 def attack_panel(rows: list[tuple[Tensor, Tensor, str, str]]) -> Figure:
     """Draw images in [0, 1] before and after an attack, and between them what was changed, amplified around grey.
 

@@ -1,7 +1,7 @@
 """The Fréchet distance between two sets of feature vectors, each described by its mean and covariance.
 
 M. Heusel, H. Ramsauer, T. Unterthiner, B. Nessler, S. Hochreiter, "GANs trained by a two time-scale update rule
-converge to a local Nash equilibrium" (2017), eq. 6, which takes the vectors to be normally distributed.
+converge to a local Nash equilibrium" (2017), eq. 6, which assumes normally distributed vectors.
 """
 
 import torch

@@ -12,84 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equipoise.joint import JointGradient, Optimum, optimize_input
-from equipoise.joint.optimize_input import GRADIENT, SOLVER
-from equipoise.joint.solvers import JointSolver
 from equipoise.models.generator.model import Generator
-from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require
-from equipoise.solvers import Progress
 from equipoise.stability import jacobian_penalty
 from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import image_grid
-from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.drawing import image_grid, rows_of_images, shown
+from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
-from equipoise.tasks.wrapped import inside, unwrapped
-from equipoise.tolerance import Tolerance
+from equipoise.tasks.wrapped import inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RELATIVE = 1e-3  # tolerance of the joint optimisation
 SHOWN = 8  # images in a figure
 GRADIENTS = ("implicit", "envelope")
 LATENTS = ("optimised", "frequencies")
-
-
-def generator_in(model: nn.Module) -> Generator:
-    """Return the generator inside a wrapper, or the decoder of a VAE; raise ValueError for another model."""
-    model = unwrapped(model)
-    if isinstance(model, MDEQVAE):
-        return model.decoder
-    if not isinstance(model, Generator):
-        raise ValueError(
-            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator' or "
-            "'mdeq-vae', or a run of one."
-        )
-    return model
-
-
-def fit(
-    model: Generator,
-    loss: Callable[..., Tensor],
-    *inputs: Tensor,
-    steps: int = 40,
-    solver: JointSolver = SOLVER,
-    gradient: JointGradient = GRADIENT,
-    callback: Callable[[Progress], object] | None = None,
-) -> Optimum:
-    """Find the latent vectors whose images have the least loss, from x = 0 (eq. 20).
-
-    Args:
-        model: generator.
-        loss: function ``loss(images, x, *inputs) -> (batch,)`` of images in [-1, 1] and latent vectors.
-        inputs: tensors, batch first, that are passed to the loss.
-        steps: number of joint steps.
-        solver, gradient, callback: see :func:`equipoise.optimize_input`.
-
-    Example:
-        >>> opt = fit(model, squared_error, images)
-        >>> model.image(opt.z)
-    """
-    x = inputs[0].new_zeros(len(inputs[0]), model.latent)
-    return optimize_input(
-        lambda z, x, *_: model.f(z, x),
-        lambda z, x, *rest: loss(model.image(z), x, *rest),
-        x,
-        model.start(x),
-        *inputs,
-        solver=solver,
-        tolerance=Tolerance(relative=RELATIVE, max_steps=steps),
-        gradient=gradient,
-        on_failure="ignore",  # the number of steps is a budget
-        callback=callback,
-    )
-
-
-def squared_error(images: Tensor, x: Tensor, truth: Tensor) -> Tensor:
-    """Return the mean squared error of each image."""
-    return (images - truth).square().flatten(1).mean(dim=1)
 
 
 class Generation(Task):
@@ -98,12 +37,12 @@ class Generation(Task):
     Args:
         steps: number of joint steps that find the latent vectors.
         latents: latent vectors in training: "optimised" by joint steps, or "frequencies", the low spatial frequencies
-            of the images. The latter is a warm-up, cheap and well conditioned, after which optimisation from x = 0 has
-            something to find; evaluation always optimises.
-        gradient: "implicit" solves z* and its adjoint at the latent vectors found, starting from the state of the last
-            joint step, for the gradient of the weights; it is exact for these latent vectors however inaccurate the
-            joint optimisation is. "envelope" uses the adjoint of the joint optimisation (eq. 19) without any solve: it
-            is exact at an optimum only, and useless when the adjoint has not converged.
+            of the images. The latter is a cheap warm-up, which makes images depend on x; without it, optimisation from
+            x = 0 hardly moves x. Evaluation always optimises.
+        gradient: "implicit" solves for z* and its adjoint at the latent vectors found, starting from the state of the
+            last joint step, for the gradient of the weights; it is exact for these latent vectors however inaccurate
+            the joint optimisation is. "envelope" uses the adjoint of the joint optimisation (eq. 19) without any solve:
+            it is exact only at an optimum, and inaccurate when the adjoint has not converged.
         jacobian: weight of the penalty ||df/dz||_F^2 / numel(z) at a random iterate of the joint optimisation; the
             paper uses 0.1 with 40 steps and 2 with 100.
         probes: number of random vectors that estimate the penalty.
@@ -123,6 +62,7 @@ class Generation(Task):
     ):
         self.steps, self.gradient, self.jacobian, self.latents = steps, gradient, jacobian, latents
         self.probes, self.penalty_from = probes, penalty_from
+        self.warm_starts = latents == "optimised" and gradient == "implicit"  # at the joint optimum
         for name in ("steps", "probes", "penalty_from"):
             require(self, name, at_least=1, whole=True)
         require(self, "gradient", among=GRADIENTS)
@@ -165,13 +105,13 @@ class Generation(Task):
         return cost.mean() + self.jacobian * costs[-1], {**sums, "penalty": costs[-1].detach() * len(images)}
 
     def sums(self, errors: Tensor) -> Sums:
-        ratio = 10 * torch.log10(4 / errors.double().clamp(min=1e-30))
-        return {"samples": torch.tensor(len(errors)), "loss": errors.double().sum(), "psnr": ratio.sum()}
+        ratios = psnr_of_error(errors)
+        return {"samples": torch.tensor(len(errors)), "loss": errors.double().sum(), "psnr": ratios.sum()}
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         generator, truth = generator_in(model), batch[0]
         optimum = fit(generator, squared_error, truth, steps=self.steps)
-        images = generator(optimum.x, z0=optimum.z)  # z* is solved for: what the latent vector is worth
+        images = generator(optimum.x, z0=optimum.z)  # at z*(x), not at the z of the last joint step
         return {
             **self.sums(squared_error(images, optimum.x, truth)),
             "psnr": psnr(images, truth).double().sum(),
@@ -203,19 +143,3 @@ class Generation(Task):
                 "Interpolations between latent vectors of test images",
                 image_grid([(im, "") for im in shown(between)]),
             )
-
-
-def shown(images: Tensor) -> Tensor:
-    """Return images in [-1, 1] as images in [0, 1] on the CPU."""
-    return ((images.detach().float() + 1) / 2).clamp(0, 1).cpu()
-
-
-def rows_of_images(rows: list[tuple[str, Tensor]], captions: list[str]) -> Figure:
-    """Draw named rows of images in [-1, 1], one below the other; the captions stand above the last row."""
-    last = len(rows) - 1
-    entries = [
-        (image, captions[i] if row == last else (name if i == 0 else ""))
-        for row, (name, images) in enumerate(rows)
-        for i, image in enumerate(shown(images))
-    ]
-    return image_grid(entries, columns=len(rows[0][1]))

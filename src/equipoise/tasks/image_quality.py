@@ -1,9 +1,10 @@
 """How close images are to the truth, per image: peak signal-to-noise ratio and structural similarity.
 
-Images are in [-1, 1], so the peak of the PSNR is 2. The paper's research code computes -10 log10(mse) on that range,
+Images are in [-1, 1], so the peak of the PSNR is 2. The JIIO authors' code computes -10 log10(mse) on that range,
 which is 6.02 dB too low.
 """
 
+import torch
 from torch import Tensor
 
 PEAK = 2.0
@@ -19,6 +20,11 @@ def psnr(images: Tensor, truth: Tensor, peak: float = PEAK) -> Tensor:
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
     return peak_signal_noise_ratio(images, truth, data_range=peak, reduction="none", dim=(1, 2, 3))
+
+
+def psnr_of_error(errors: Tensor) -> Tensor:
+    """Return the PSNR for mean squared errors of images in [-1, 1], in double precision."""
+    return 10 * torch.log10(PEAK**2 / errors.double().clamp(min=1e-30))
 
 
 def ssim(images: Tensor, truth: Tensor) -> Tensor:

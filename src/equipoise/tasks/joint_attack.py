@@ -22,20 +22,26 @@ from equipoise.joint import (
 )
 from equipoise.models.parts.context_managers import evaluating, frozen
 from equipoise.models.parts.taken_apart import TakenApart, taken_apart
-from equipoise.tasks.robustness import Budget, class_gap, random_change
+from equipoise.tasks.robustness import JOINT_STEPS, Budget, class_gap, random_change
 from equipoise.tolerance import Tolerance
 
-STEPS = 50  # about as strong as 20 steps of PGD, at a fifth of its time: benchmarks/joint.py
-LONG, SHORT, LATE = 0.3, 0.1, 0.68  # lengths of steps in units of the radius; fraction of the steps that are long
+LONG, SHORT, LONG_SHARE = 0.3, 0.1, 0.68  # lengths of steps in units of the radius; fraction of the steps that are long
 
 
 def jiio(
-    model: nn.Module, images: Tensor, labels: Tensor, *, steps: int = STEPS, random_start: bool = False, **budget: Any
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int = JOINT_STEPS,
+    random_start: bool = False,
+    **budget: Any,
 ) -> Tensor:
     """Attack a batch: return images in [0, 1] near the given ones, by joint optimisation of the image through z*.
 
     A step evaluates the equilibrium's f once, where a step of :func:`~equipoise.tasks.robustness.pgd` solves twice.
-    The last iterate is compared with the image it started from by solving for z* anew.
+    Of the given image and the last iterate of every attempt, the one with the largest class gap is returned, measured
+    at z*, which is solved for again.
 
     Args:
         model: classifier that can be taken apart, see :class:`~equipoise.models.parts.taken_apart.TakenApart`; it is
@@ -44,7 +50,7 @@ def jiio(
         steps: number of joint steps.
         random_start: whether to start from a random point of the ball instead of the image itself; restarts do.
         budget: other fields of :class:`~equipoise.tasks.robustness.Budget`; ``step_size`` is the length of the first
-            steps, 0.3 times the radius by default, and of three later ones together.
+            steps, 0.3 times the radius by default; later steps are a third as long.
 
     Example:
         >>> attacked = jiio(model, images, labels, radius=1.0, norm="l2")
@@ -90,7 +96,7 @@ def optimized(parts: TakenApart, start: Tensor, labels: Tensor, near: Constraint
 def attack_solver(budget: Budget) -> JointAnderson:
     """Return the joint solver, whose steps of x have given lengths."""
     length = LONG * budget.radius if budget.step_size is None else budget.step_size
-    after = max(1, round(LATE * budget.steps))
+    after = max(1, round(LONG_SHARE * budget.steps))
     rule = NormalizedStep(length, later=SHORT / LONG * length, after=after, norm=budget.norm)
     return JointAnderson(memory=3, damping=(0.2, 0.4), step_size=rule)
 

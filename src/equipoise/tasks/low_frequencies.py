@@ -1,4 +1,4 @@
-"""Low spatial frequencies of images as latent vectors, from which a generator learns before it chooses its own."""
+"""Low spatial frequencies of images: the latent vectors with which the training of a generator starts."""
 
 from functools import cache
 from math import hypot, pi
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from equipoise.options import require_number
 
-# Brightness and two differences of colours (BT.601). Most of an image is in the first, which gets most of the numbers.
-BRIGHTNESS = ((0.299, 0.587, 0.114), (-0.169, -0.331, 0.5), (0.5, -0.419, -0.081))
+# Luma and two colour differences (BT.601). Luma carries most of an image and gets most of the frequencies.
+LUMA_CHROMA = ((0.299, 0.587, 0.114), (-0.169, -0.331, 0.5), (0.5, -0.419, -0.081))
 SHARES = (0.68, 0.16, 0.16)
-SIZES = (6.0, 1.5, 1.5)  # of the lowest frequency of images in [-1, 1]
-DECAY = 1.2  # of the size of a frequency k, which is about (1 + |k|)^-DECAY in natural images
+SIZES = (6.0, 1.5, 1.5)  # typical size of the lowest frequency of images in [-1, 1]
+DECAY = 1.2  # in natural images, the size of a frequency k falls about as (1 + |k|)^-DECAY
 
 
 def low_frequencies(images: Tensor, count: int) -> Tensor:
-    """Return the ``count`` lowest frequencies of each image, each divided by its usual size.
+    """Return the ``count`` lowest frequencies of each image, each divided by its typical size.
 
-    They are coefficients of the two-dimensional cosine transform (DCT-II); those of colour images are of brightness
-    (two thirds of them) and of two differences of colours. Nothing is fitted to the data.
+    They are coefficients of the two-dimensional cosine transform (DCT-II); for colour images, two thirds of them
+    are of luma, the others of two colour differences. Nothing is fitted to the data.
 
     Args:
         images: (batch, channels, height, width), in [-1, 1]; one channel or three.
@@ -34,7 +34,7 @@ def low_frequencies(images: Tensor, count: int) -> Tensor:
         raise ValueError(f"images have {channels} channels; low frequencies need 1 or 3.")
     require_number("count", count, at_least=channels, at_most=height * width, whole=True)
     if channels == 3:
-        images = torch.einsum("kc,bchw->bkhw", images.new_tensor(BRIGHTNESS), images)
+        images = torch.einsum("kc,bchw->bkhw", images.new_tensor(LUMA_CHROMA), images)
     rows, columns = (cosines(side).to(images) for side in (height, width))
     spectrum = rows @ images @ columns.mT
     channel, row, column, size = lowest(channels, height, width, count)
@@ -43,7 +43,7 @@ def low_frequencies(images: Tensor, count: int) -> Tensor:
 
 @cache
 def lowest(channels: int, height: int, width: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return channel, row and column of the lowest frequencies, and their usual sizes."""
+    """Return channel, row and column of the lowest frequencies, and their typical sizes."""
     order = sorted((hypot(i, j), i, j) for i in range(height) for j in range(width))
     counts = [count] if channels == 1 else [round(share * count) for share in SHARES]
     counts[0] += count - sum(counts)

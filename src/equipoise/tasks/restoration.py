@@ -21,22 +21,23 @@ from equipoise.solvers import Progress
 from equipoise.stability import jacobian_penalty
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.degradations import Degradation, random_seeds, seeds_of
-from equipoise.tasks.drawing import image_grid
-from equipoise.tasks.generation import Generation, generator_in, shown, squared_error
+from equipoise.tasks.drawing import image_grid, shown
+from equipoise.tasks.generation import Generation
 from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.latent_vectors import generator_in, squared_error
 from equipoise.tasks.medians import DECIBELS, SIMILARITY
 from equipoise.tasks.physics import LinearPhysics, Mask
 from equipoise.tasks.plain_restoration import restore_plainly
 from equipoise.tasks.random_iterate import RandomIterate
 from equipoise.tasks.restore_images import (
     Restored,
-    Snapshots,
     as_images,
     filled,
     fit_measurements,
     restore,
     restore_by_adam,
 )
+from equipoise.tasks.snapshots import Snapshots
 from equipoise.tasks.vae import VAE
 from equipoise.tasks.wrapped import inside, unwrapped
 from equipoise.tolerance import Tolerance
@@ -50,6 +51,7 @@ KINDS = ("", "solved ", "filled ", "given ", "plain ", "adam ")  # of images tha
 COUNTS = "counts of "  # sums that are histograms
 SHOWN = 6  # strips in a figure
 QUALITY = {"psnr": DECIBELS, "ssim": SIMILARITY}
+NAMES = (*(kind + name for kind in KINDS for name in QUALITY), "loss", "misfit", "penalty", "kl")  # of all metrics
 
 
 class Restoration(Task):
@@ -115,6 +117,7 @@ class Restoration(Task):
         require(self, "gradient", among=GRADIENTS)
         penalty = {"jacobian": jacobian, "probes": probes, "penalty_from": penalty_from}
         self.generation = Generation(self.train_steps, **penalty, latents=latents)
+        self.warm_starts = not supervised and self.generation.warm_starts
         if latents != "optimised" and supervised:
             raise ValueError(f"latents is {latents!r}; it is for unsupervised training: supervised=False.")
         self.beta, self.vae = beta, VAE() if beta is None else VAE(beta)
@@ -247,15 +250,6 @@ def strips(generator: Generator, degradation: Degradation, truth: Tensor, steps:
     y, physics = degradation.measure(truth, seeds_of(truth))
     panels, _ = strip_panels(generator, y, physics, truth, steps)
     return strip_figure(panels)
-
-
-NAMES = (
-    *(prefix + name for prefix in KINDS for name in QUALITY),
-    "loss",
-    "misfit",
-    "penalty",
-    "kl",
-)
 
 
 Panel = tuple[str, Tensor, Tensor | None]  # title, images in [-1, 1], PSNR of each

@@ -7,7 +7,7 @@ S. Gurumurthy, S. Bai, Z. Manchester, J. Z. Kolter, "Joint inference and input o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from equipoise.joint.optimize_input import GRADIENT, SOLVER
 from equipoise.joint.solvers import JointSolver
 from equipoise.models.generator.model import Generator
 from equipoise.options import require_number
-from equipoise.problem.layout import leaves, rebuild
 from equipoise.solvers import Progress
-from equipoise.tasks.generation import fit
+from equipoise.tasks.latent_vectors import fit
 from equipoise.tasks.physics import LinearPhysics, Mask, Physics, gathers, require_physics
 from equipoise.tolerance import Tolerance
 
@@ -51,7 +50,8 @@ def restore(
         physics: object with A(x) and A_adjoint(y): one of :mod:`equipoise.tasks.physics`, or a physics of deepinv.
         steps: number of joint steps.
         solver: joint solver; ``AdamInput()`` for the method it replaces, see :func:`restore_by_adam`.
-        callback: see :func:`equipoise.optimize_input`; :class:`Snapshots` keeps the images of some steps.
+        callback: see :func:`equipoise.optimize_input`; :class:`~equipoise.tasks.snapshots.Snapshots` keeps the images
+            of some steps.
 
     Returns:
         The images h(z) of the optimum, as in the paper, and the :class:`~equipoise.joint.Optimum`. After few steps, z
@@ -137,39 +137,8 @@ def check_measurements(generator: Generator, y: Tensor, physics: Physics) -> Non
         )
 
 
-class Snapshots:
-    """A callback that keeps the image of every sample at some steps.
-
-    A sample that stops earlier keeps its last image.
-
-    Args:
-        generator: generator that is fitted.
-        steps: numbers of the steps, from 1.
-
-    Example:
-        >>> snapshots = Snapshots(generator, (1, 10, 100))
-        >>> restore(generator, y, physics, callback=snapshots)
-        >>> snapshots.images[10]
-    """
-
-    def __init__(self, generator: Generator, steps: Sequence[int]):
-        self.generator, self.steps = generator, tuple(sorted(set(steps)))
-        self.images: dict[int, Tensor] = {}
-        self.z: Any = None  # the latest of every sample
-
-    @torch.no_grad()
-    def __call__(self, progress: Progress) -> None:
-        z, _, _ = progress.value
-        if self.z is None:
-            self.z = rebuild(z, [tensor.clone() for _, tensor in leaves(z, "z")])
-        for (_, kept), (_, tensor) in zip(leaves(self.z, "z"), leaves(z, "z"), strict=True):
-            kept.index_copy_(0, progress.rows, tensor)
-        if progress.step in self.steps:
-            self.images[progress.step] = self.generator.image(self.z)
-
-
 def as_images(y: Tensor, physics: Physics, shape: Sequence[int]) -> Tensor:
-    """Return measurements as images of a shape (channels, height, width), to look at.
+    """Return measurements as images of a shape (channels, height, width), for display.
 
     Smaller images are enlarged without interpolation; other measurements are shown by the adjoint, scaled to [-1, 1].
     """

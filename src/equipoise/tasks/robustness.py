@@ -37,7 +37,7 @@ ATTACKS = Registry(
 NORMS = ("linf", "l2")
 TRAINED = ("pgd", "jiio")  # attacks for training
 PANEL = 5  # images in the report's panel
-JOINT_STEPS = 50  # by default; benchmarks/joint.py compares them with 20 steps of PGD
+JOINT_STEPS = 50  # default of the attack "jiio"; about as strong as 20 steps of PGD: benchmarks/joint.py
 EVALUATED = ("radius", "norm", "steps", "restarts")  # fields of Budget that are options of the task
 
 
@@ -234,8 +234,10 @@ class Robustness(LabelTask):
             import_foolbox()  # a missing package is reported now, not after training
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        """Return the mean cross entropy of the attacked images, which count as given: at a maximum over the
-        perturbation, its dependence on the weights does not contribute (envelope theorem)."""
+        """Return the mean cross entropy of the attacked images, which are held constant.
+
+        At a maximum over the perturbation, its dependence on the weights does not contribute (envelope theorem).
+        """
         images, labels = batch
         if self.train_steps:
             # Without the wrapper that averages gradients: it would wait for gradients of the weights.

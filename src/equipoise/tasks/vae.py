@@ -17,15 +17,16 @@ from equipoise.models.generator.vae import MDEQVAE
 from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import require
 from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import image_grid
-from equipoise.tasks.generation import SHOWN, rows_of_images, shown, squared_error
-from equipoise.tasks.image_quality import psnr, ssim
+from equipoise.tasks.drawing import image_grid, rows_of_images, shown
+from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
+from equipoise.tasks.latent_vectors import squared_error
 from equipoise.tasks.wrapped import inside, unwrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DRAWN = 3 * SHOWN  # samples in a figure
+SHOWN = 8  # test images in a figure
+DRAWN = 24  # samples in a figure
 SEED = 0  # of the samples in a figure
 
 
@@ -45,8 +46,8 @@ class VAE(Task):
     The loss of an image y of n numbers in [-1, 1] is (||y - h(z*)||^2 + beta KL) / n, with z* the equilibrium of the
     decoder at a random latent vector of the encoder's Gaussian, and KL the divergence of that Gaussian from N(0, I), in
     nats. Apart from constants and the factor beta / n, this is the negative bound for pixels with Gaussian noise of
-    variance beta / 2. The error is thus a mean over the pixels, as in the task "generation", and the
-    same beta means the same whatever the size of the images.
+    variance beta / 2. The error is thus a mean over the pixels, as in the task "generation", and beta has the same
+    meaning for any image size.
 
     Evaluation reconstructs images from the mean of the latent vectors. Metrics are ``psnr`` and ``ssim`` of these
     images, ``kl`` and ``loss``.
@@ -80,8 +81,8 @@ class VAE(Task):
 
         errors, divergences = inside(model, vae_in(model), forward)
         losses = errors + self.beta * divergences / truth[0].numel()
-        ratios = 10 * torch.log10(4 / errors.detach().double().clamp(min=1e-30))
-        return losses.mean(), self.sums(losses.detach(), divergences.detach(), {"psnr": ratios})
+        quality = {"psnr": psnr_of_error(errors.detach())}
+        return losses.mean(), self.sums(losses.detach(), divergences.detach(), quality)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         vae, truth = vae_in(model), batch[0]

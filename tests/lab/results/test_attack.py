@@ -112,10 +112,10 @@ def test_an_image_of_another_size_is_cropped_and_resized_and_said_so(work, tmp_p
     run, large = open_run(work / "run"), tmp_path / "large.png"
     Image.open(work / "digit.png").resize((16, 16)).save(large)
     found = attack_image(run, large, MACHINE, tmp_path / "a.png", radius=0.5, steps=3)
-    assert found.note.endswith("large.png was resized from 16 x 16 to 8 x 8.")
+    assert "large.png was shrunk from 16 x 16 to 8 x 8, the size" in found.note
     Image.open(work / "digit.png").convert("RGB").resize((24, 16)).save(large)
     found = attack_image(run, large, MACHINE, tmp_path / "b.png", radius=0.5, steps=3)
-    assert found.note.endswith("large.png was cropped in the middle and resized from 24 x 16 to 8 x 8.")
+    assert "large.png was cropped in the middle and shrunk from 24 x 16 to 8 x 8, the size" in found.note
 
 
 def code_of(words):
@@ -138,7 +138,7 @@ def code_of(words):
         (["--radius", "far"], "--radius is 'far'; it must be a number."),
         (["--norm", "l1"], "invalid choice 'l1'; known: l2, linf."),
         (["--attack", "fgsm"], "invalid choice 'fgsm'; known: jiio, pgd, foolbox."),
-        (["--out", "panel.jpg"], "--out is panel.jpg; it must end in .png."),
+        (["--out", "panel.jpg"], "--out is panel.jpg; it must be a file that ends in .png."),
     ],
 )
 def test_bad_arguments_get_their_sentence(work, tmp_path, monkeypatch, capsys, words, sentence):

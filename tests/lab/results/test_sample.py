@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from digit_generator import RECIPE
-from equipoise.lab.results.sample import write_grid
+from equipoise.lab.results.png_files import write_grid
 from lab_helpers import run, train
 
 

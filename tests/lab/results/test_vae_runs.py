@@ -7,7 +7,8 @@ import torch
 from PIL import Image
 
 import equipoise as eq
-from equipoise.lab.results.sample import decoded, sample_images, write_grid
+from equipoise.lab.results.png_files import write_grid
+from equipoise.lab.results.sample import decoded, sample_images
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import this_machine

@@ -1,6 +1,5 @@
 """Attack an image file with a trained run: draw the image, the perturbation and the result, with both predictions."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from torch import Tensor
 
 from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.files import whole
-from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
+from equipoise.lab.results.png_files import new_png
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
@@ -72,7 +71,7 @@ def attack_image(
         ...     found = attack_image(open_run("runs/jiio-mnist-clean-001"), Path("seven.png"), machine, radius=0.5)
         >>> found.clean, found.attacked
     """
-    picture = new_picture(image, out)
+    picture = new_png(Path(f"{image.stem}-attacked.png") if out is None else out)
     require_number("--radius", radius, above=0)
     require_number("--steps", steps, at_least=1, whole=True, optional=True)
     budget = Budget(radius=radius, norm=norm, steps=STEPS.get(attack, 20) if steps is None else steps)
@@ -86,7 +85,7 @@ def attack_image(
         )
     if len(shape) != 3 or shape[0] not in MODES:
         raise RunError(f"the run's inputs have shape {shape}; image files require 1 or 3 channels.")
-    pixels, note = fitted(image, shape)
+    pixels, note = read_image_file(image, shape[0], (shape[1], shape[2]), note_above=1)
     (clean,) = trained.setting.prepare(task, (pixels[None].to(machine.device),))
     with quiet_failures(), trained.setting.autocast(), torch.no_grad(), exact_gradients(trained.model):
         before = probabilities(trained, clean)
@@ -103,19 +102,6 @@ def attack_image(
         attack_panel([row]).savefig(part, format="png", dpi=150)
     distance = float(change_norms(attacked - clean, norm))
     return Attacked(picture, task.class_names[number], first, second, distance, note)
-
-
-def fitted(file: Path, shape: Sequence[int]) -> tuple[Tensor, str]:
-    """Return the image of a file with the given shape, and a note if it had another size."""
-    sizes: list[tuple[int, int]] = []
-    pixels, _ = read_image_file(
-        file, shape[0], (shape[1], shape[2]), check=lambda height, width: sizes.append((height, width))
-    )
-    (height, width) = sizes[0]
-    if (height, width) == (shape[1], shape[2]):
-        return pixels, ""
-    square = "" if height * shape[2] == width * shape[1] else "cropped in the middle and "
-    return pixels, f"{printable(file)} was {square}resized from {width} x {height} to {shape[2]} x {shape[1]}."
 
 
 def number_of(label: str, names: tuple[str, ...]) -> int:
@@ -142,13 +128,3 @@ def ranked(values: Tensor, names: tuple[str, ...]) -> Answer:
 def caption(answer: Answer) -> str:
     name, probability = next(iter(answer.items()))
     return f"{name} ({probability:.0%})"
-
-
-def new_picture(image: Path, out: Path | None) -> Path:
-    """Return the file to write; raise ValueError unless it is a new .png."""
-    file = Path(f"{image.stem}-attacked.png") if out is None else out
-    if file.suffix != ".png":
-        raise ValueError(f"--out is {file}; it must end in .png.")
-    if file.exists():
-        raise ValueError(f"{printable(file)} already exists: remove it, or give another file with --out.")
-    return file

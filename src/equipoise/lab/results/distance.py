@@ -17,8 +17,9 @@ from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.options import require_number
+from equipoise.tasks.drawing import shown
 from equipoise.tasks.frechet import FeatureStatistics, frechet_distance
-from equipoise.tasks.generation import fit, shown, squared_error
+from equipoise.tasks.latent_vectors import fit, squared_error
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise.lab.data.files.images import MODES, read_image_file
+from equipoise.lab.data.files.images import read_image_file
 from equipoise.lab.files import whole
 from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
-from equipoise.lab.results.sample import LARGEST_SEED
-from equipoise.lab.results.trained import Trained, open_trained, progress_bar
-from equipoise.lab.runs.folder import Run, RunError
+from equipoise.lab.results.png_files import new_png
+from equipoise.lab.results.sample import LARGEST_SEED, open_generator
+from equipoise.lab.results.trained import progress_bar
+from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.generator.model import Generator
 from equipoise.options import option, options, require_number
 from equipoise.tasks.degradations import KINDS, Degradation
-from equipoise.tasks.generation import generator_in
 from equipoise.tasks.image_quality import ssim
 from equipoise.tasks.physics import LinearPhysics, Mask
 from equipoise.tasks.restoration import strip_figure, strip_panels
@@ -102,9 +101,9 @@ def restore_image(
         >>> with this_machine() as machine:
         ...     restore_image(open_run("runs/jiio-celeba-001"), Request(Path("face.png"), "inpaint", 10), machine)
     """
-    degradation, strip = request.degradation, new_strip(request.image, out)
-    trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))
-    generator = generator_of(run, trained)
+    degradation = request.degradation
+    strip = new_png(Path(f"{request.image.stem}-restored.png") if out is None else out)
+    trained, generator = open_generator(run, machine, weights, sections=(*MODEL_SECTIONS, "task"), files=True)
     image, notes = read_image(request, generator.shape)
     image = (2 * (image.to(machine.device, trained.setting.dtype) / 255) - 1)[None]
     y, physics, truth = measured(request, degradation, image, generator.shape)
@@ -125,19 +124,6 @@ def restore_image(
             quality[name] = (float(ratio), float(ssim(shown, truth)) if big else float("nan"))
     misfit = float((physics.A(restored.images) - y).square().mean())
     return RestoredImage(strip, quality, misfit, notes)
-
-
-def generator_of(run: Run, trained: Trained) -> Generator:
-    try:
-        generator = generator_in(trained.model)
-    except ValueError:
-        raise RunError(
-            f"{run.folder} has the model {trained.recipe.model.name!r}; `equipoise restore` requires a generator: "
-            "train one with `equipoise train jiio/celeba`."
-        ) from None
-    if generator.shape[0] not in MODES:
-        raise RunError(f"the run's images have {generator.shape[0]} channels; image files require 1 or 3.")
-    return generator
 
 
 def measured(
@@ -204,13 +190,3 @@ def middle(before: Sequence[int], after: Sequence[int]) -> tuple[int, int, int, 
     scale = min(before[0] / after[0], before[1] / after[1])
     rows, columns = (round(scale * length) for length in after)
     return (before[0] - rows) // 2, (before[1] - columns) // 2, rows, columns
-
-
-def new_strip(image: Path, out: Path | None) -> Path:
-    """Return the file of the strip; raise ValueError if it exists or does not end in .png."""
-    strip = Path(f"{image.stem}-restored.png") if out is None else out
-    if strip.suffix != ".png":
-        raise ValueError(f"--out is {printable(strip)}; it must be a file that ends in .png.")
-    if strip.exists():
-        raise ValueError(f"{printable(strip)} already exists: remove it, or give another file with --out.")
-    return strip

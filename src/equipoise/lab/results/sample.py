@@ -9,9 +9,9 @@ from torch import Tensor
 
 from equipoise.lab.data.base import Split, batches, spread
 from equipoise.lab.data.files.images import MODES, read_image_file
-from equipoise.lab.files import parse, whole
-from equipoise.lab.printable import printable
-from equipoise.lab.results.segment import write_png
+from equipoise.lab.files import parse
+from equipoise.lab.recipes.build import USE_SECTIONS
+from equipoise.lab.results.png_files import new_png, write_grid
 from equipoise.lab.results.trained import Trained, open_trained, progress_bar
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run, RunError
@@ -22,7 +22,7 @@ from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensit
 from equipoise.models.generator.model import Generator
 from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require_number
-from equipoise.tasks.generation import fit, generator_in, shown, squared_error
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 
 DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
@@ -31,16 +31,26 @@ BATCH = 50
 LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
-def open_generator(run: Run, machine: Machine, weights: str) -> tuple[Trained, Generator]:
-    """Return a trained run and its generator, or its decoder; raise RunError for a run of another model."""
-    trained = open_trained(run, machine, weights)
+def open_generator(
+    run: Run, machine: Machine, weights: str, sections: Sequence[str] = USE_SECTIONS, files: bool = False
+) -> tuple[Trained, Generator]:
+    """Return a trained run and its generator, or its decoder; raise RunError for a run of another model.
+
+    Args:
+        sections: see :func:`~equipoise.lab.results.trained.open_trained`.
+        files: whether its images must be those of image files, with 1 or 3 channels.
+    """
+    trained = open_trained(run, machine, weights, sections=sections)
     try:
-        return trained, generator_in(trained.model)
+        generator = generator_in(trained.model)
     except ValueError:
         raise RunError(
             f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
             "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
         ) from None
+    if files and generator.shape[0] not in MODES:
+        raise RunError(f"the run's images have {generator.shape[0]} channels; image files require 1 or 3.")
+    return trained, generator
 
 
 def sample_images(
@@ -76,7 +86,7 @@ def sample_images(
     """
     require_number("samples", samples, at_least=1, whole=True)
     require_number("seed", seed, at_least=0, at_most=LARGEST_SEED, whole=True)
-    require_new_png(out)
+    new_png(out)
     trained, model = open_generator(run, machine, weights)
     x, density = drawn_latents(run, trained, samples, seed=seed, weights=weights, latents=latents, folders=folders)
     write_grid(out, decoded(trained, model, x))
@@ -159,10 +169,8 @@ def interpolate_images(
         Remarks on how the files were changed.
     """
     require_number("frames", frames, at_least=2, whole=True)
-    require_new_png(out)
-    trained, model = open_generator(run, machine, weights)
-    if model.shape[0] not in MODES:
-        raise RunError(f"the run's images have {model.shape[0]} channels; image files require 1 or 3.")
+    new_png(out)
+    trained, model = open_generator(run, machine, weights, files=True)
     read = [
         read_image_file(file, model.shape[0], (model.shape[1], model.shape[2]), note_above=1)
         for file in (first, second)
@@ -181,27 +189,3 @@ def decoded(trained: Trained, model: Generator, x: Tensor) -> Tensor:
     """Return the images of latent vectors, on the CPU."""
     with quiet_failures(), torch.no_grad(), trained.setting.autocast():
         return torch.cat([model(rows.to(trained.setting.dtype)).cpu() for rows in x.split(BATCH)])
-
-
-def require_new_png(out: Path) -> None:
-    if out.suffix != ".png":
-        raise ValueError(f"--out is {out}; it must be a file that ends in .png.")
-    if out.exists():
-        raise ValueError(f"{printable(out)} already exists: remove it, or give another file with --out.")
-
-
-def write_grid(out: Path, images: Tensor, columns: int | None = None, scale: int | None = None) -> None:
-    """Write images in [-1, 1] side by side, enlarged if they are small, with a narrow white border."""
-    columns = columns or max(1, round(len(images) ** 0.5))
-    height, width = images.shape[2:]
-    scale = scale or max(1, 96 // max(height, width))
-    pixels = (255 * shown(images)).round().byte().repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    pixels = pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
-    rows = -(-len(images) // columns)
-    high, wide = height * scale + 2, width * scale + 2
-    grid = torch.full((rows * high + 2, columns * wide + 2, 3), 255, dtype=torch.uint8)
-    for i, image in enumerate(pixels):
-        top, left = 2 + i // columns * high, 2 + i % columns * wide
-        grid[top : top + high - 2, left : left + wide - 2] = image.permute(1, 2, 0)
-    with whole(out) as part:
-        write_png(part, grid)

@@ -15,6 +15,7 @@ from equipoise.lab.data.files.images import MODES, read_image_file
 from equipoise.lab.files import LIMITS, whole
 from equipoise.lab.printable import printable
 from equipoise.lab.recipes.build import MODEL_SECTIONS
+from equipoise.lab.results.png_files import write_png
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
@@ -132,10 +133,3 @@ def new_pictures(images: Sequence[Path], out: Path | None) -> list[Path]:
 
 def classes_file(picture: Path) -> Path:
     return picture.with_name(f"{picture.stem}-classes.png")
-
-
-def write_png(path: Path, values: Tensor) -> None:
-    """Write an image (height, width) or (height, width, 3) without conversion."""
-    from PIL import Image
-
-    Image.fromarray(values.contiguous().numpy()).save(path, "PNG")

@@ -669,5 +669,6 @@ class Trainer:
                 text += f" ({numbers['failed']:.1%} failed)"
         samples = len(self.data.train) * record["epoch"]
         self.log.show(text + f"  {samples / max(record['seconds'], 1e-9):.0f} samples/s")
-        if (forward := record["train"]["solver"].get("forward")) and idle(forward):
+        forward = record["train"]["solver"].get("forward")
+        if forward and idle(forward) and not self.learner.task.warm_starts:
             self.log.show(IDLE)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import option, options
 
-HELD_OUT = 0.1  # share of the codes by whose likelihood the mixture is chosen
+HELD_OUT = 0.1  # fraction of the codes held out to choose the mixture by their likelihood
 CHOICES = (1, 2, 5, 10, 20)  # numbers of components to choose from
-FEWEST = 20  # latent vectors that can be fitted
+FEWEST = 20  # smallest number of latent vectors that a density is fitted to
 PER_DIMENSION = 10  # latent vectors per component and dimension that are enough for the published mixture
 
 
@@ -146,7 +146,10 @@ def fit_density(
         train_vae(vae, latents, epochs, beta, lr, batch_size, each)
     with torch.no_grad():
         codes = vae.codes(latents)[0]
-    mixture = published_mixture(codes, components or 20, seed) if many else chosen_mixture(codes, components, seed)
+    if many:
+        mixture = gaussian_mixture(components or 20, "full", seed).fit(codes.double().cpu().numpy())
+    else:
+        mixture = chosen_mixture(codes, components, seed)
     diagonal = mixture.covariance_type == "diag"
     size = DensitySize(latent=latent, code=code, width=width, components=mixture.n_components, diagonal=diagonal)
     density = LatentDensity(size).to(latents)
@@ -187,10 +190,6 @@ def gaussian_mixture(components: int, covariance: str, seed: int) -> Any:
     from sklearn.mixture import GaussianMixture
 
     return GaussianMixture(components, covariance_type=covariance, reg_covar=1e-4, random_state=seed)
-
-
-def published_mixture(codes: Tensor, components: int, seed: int) -> Any:
-    return gaussian_mixture(components, "full", seed).fit(codes.double().cpu().numpy())
 
 
 def chosen_mixture(codes: Tensor, components: int | None, seed: int) -> Any:

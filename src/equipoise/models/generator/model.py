@@ -25,7 +25,7 @@ NUMBERS = ("channels", "groups", "expansion", "blocks", "downsamplings")  # fiel
 SIZES = {
     "published": MDEQSize((32, 64, 128, 256)),  # table 9: CelebA at 64 x 64
     "small": MDEQSize((16, 32, 64), downsamplings=1),
-    "small-2": MDEQSize((16, 32), downsamplings=1),  # for images whose sides can be halved only twice, as 28 x 28
+    "small-2": MDEQSize((16, 32), downsamplings=1),  # for images whose sides can be halved only twice, such as 28 x 28
 }
 TOLERANCE = Tolerance(relative=1e-3, max_steps=40)
 
@@ -54,7 +54,7 @@ class Generator(nn.Module):
     """Map latent vectors (batch, latent) to images in [-1, 1]; ``z0`` is a state to start the solve from.
 
     ``f``, ``start`` and ``image`` are the parts that :func:`equipoise.optimize_input` needs to find the latent vector
-    of an image; :func:`equipoise.tasks.generation.fit` calls it.
+    of an image; :func:`equipoise.tasks.latent_vectors.fit` calls it.
 
     Args:
         shape: shape of one image, (channels, height, width).
@@ -115,6 +115,6 @@ class Generator(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.latent:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; a generator maps latent vectors, (batch, {self.latent}), to images. "
-                "equipoise.tasks.generation.fit finds the latent vectors of images."
+                "equipoise.tasks.latent_vectors.fit finds the latent vectors of images."
             )
         return self.image(self.equilibrium(x, z0=z0))

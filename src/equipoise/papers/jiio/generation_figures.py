@@ -17,18 +17,16 @@ from torch import Tensor
 
 from equipoise.joint import AdamInput, JointAnderson, JointIteration
 from equipoise.joint.solvers import JointSolver
-from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import BLUE, ORANGE, finish, log_scale, panels, wrapped
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
+from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.generator.model import Generator
 from equipoise.options import unknown
-from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
+from equipoise.papers.drawing import check_counts, describe, random_test_images, write_numbers
 from equipoise.solvers import Anderson, Broyden, Progress
-from equipoise.tasks.generation import fit, generator_in, squared_error
+from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tolerance import Tolerance
 
 STEP = 0.01  # the paper's step size of x, for the sum of squared errors over all pixels
@@ -72,7 +70,7 @@ def cost_over_time(
     adam_steps: int = 40,
     path: Path | None = None,
 ) -> Figure:
-    """Plot the cost of random test images over processor time, with z solved for anew outside the clock.
+    """Plot the cost of random test images over processor time, with z solved again outside the clock.
 
     The joint optimisation minimises the sum of squared errors, for which the paper's step size of x, 0.01, is meant.
     The numbers beside the picture include the time until each method reaches the lowest cost of Adam with cold solves,
@@ -111,9 +109,7 @@ def cost_over_time(
 def opened(run: Run, machine: Machine, folders: Sequence[Path], samples: int) -> tuple[Generator, Tensor]:
     """Return the generator of a run, and random test images, the same ones on every call."""
     trained = open_trained(run, machine)
-    model, test = generator_in(trained.model), data_of(run, trained.recipe, folders).test
-    (truth, *_) = next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))
-    return model, truth
+    return generator_in(trained.model), random_test_images(run, trained, folders, samples)
 
 
 def summed(truth: Tensor) -> Callable[..., Tensor]:
@@ -167,7 +163,7 @@ def fitting_time(
 ) -> Figure:
     """Plot the time that Adam with cold solves and joint steps take, and the cost they reach (table 3).
 
-    The methods are timed alternately on the same random test images; costs are those with z solved for anew.
+    The methods are timed alternately on the same random test images; costs are those with z solved again.
 
     Args:
         runs: trained generators; one panel each.

@@ -166,7 +166,7 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value) or "-"
 
 
-def told(cell: dict[str, Any], differs: str = "**{}**") -> str:
+def cell_text(cell: dict[str, Any], differs: str = "**{}**") -> str:
     """Return a cell's value, and the paper's if it differs or is a misprint."""
     remarks = [f"paper {shown(cell['meant'])}"] if cell["differs"] else []
     remarks += [f"printed {shown(cell['printed'])}"] if not same(cell["printed"], cell["meant"]) else []
@@ -176,7 +176,7 @@ def told(cell: dict[str, Any], differs: str = "**{}**") -> str:
 
 def markdown(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| |" + "".join(f" {name} |" for name in names), "|---|" + "---|" * len(names)]
-    lines += [f"| {row['name']} |" + "".join(f" {told(cell)} |" for cell in row["cells"]) for row in rows]
+    lines += [f"| {row['name']} |" + "".join(f" {cell_text(cell)} |" for cell in row["cells"]) for row in rows]
     count = sum(cell["differs"] for row in rows for cell in row["cells"])
     verdict = f"{count} of {sum(len(row['cells']) for row in rows)} values differ from the paper's"
     return "\n".join(lines) + f'\n\nBold: {verdict}; "printed" is a misprint of the paper\'s table.\n'
@@ -187,7 +187,7 @@ def drawn(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(3 + 2.1 * len(names), 0.6 + 0.3 * len(rows)), layout="constrained")
     axis = figure.subplots()
     axis.axis("off")
-    texts = [[told(cell, "{}") for cell in row["cells"]] for row in rows]
+    texts = [[cell_text(cell, "{}") for cell in row["cells"]] for row in rows]
     colors = [
         [DIFFERENT if cell["differs"] else "white" if same(cell["printed"], cell["meant"]) else MISPRINT
          for cell in row["cells"]]

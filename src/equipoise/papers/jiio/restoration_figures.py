@@ -12,18 +12,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
 from equipoise.lab.results.sample import decoded, drawn_latents
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
-from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
+from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.papers.drawing import check_counts, describe, random_test_images, write_numbers
 from equipoise.tasks.degradations import Degradation, seeds_of
-from equipoise.tasks.drawing import in_three_colors
-from equipoise.tasks.generation import generator_in, shown
+from equipoise.tasks.drawing import in_three_colors, shown
+from equipoise.tasks.latent_vectors import generator_in
 from equipoise.tasks.restoration import Panel, strip_panels
 
 SOURCES = ("test", "generated")
@@ -60,7 +58,7 @@ def restorations(
     for run in runs:
         trained = open_trained(run, machine)
         if truth is None or source == "test":
-            truth = (images_of_test if source == "test" else generated_images)(run, trained, samples, folders)
+            truth = (random_test_images if source == "test" else generated_images)(run, trained, folders, samples)
         y, physics = degradation.measure(truth, seeds_of(truth))
         with quiet_failures(), trained.setting.autocast(), torch.no_grad():
             panels, restored = strip_panels(generator_in(trained.model), y, physics, truth, steps)
@@ -72,13 +70,7 @@ def restorations(
     return drawn(blocks)
 
 
-def images_of_test(run: Run, trained: Trained, samples: int, folders: Sequence[Path]) -> Tensor:
-    """Return random test images in [-1, 1]."""
-    test = data_of(run, trained.recipe, folders).test
-    return next(prepared(Subset(test, random_rows(test, samples)), trained.task, trained.setting, samples))[0]
-
-
-def generated_images(run: Run, trained: Trained, samples: int, folders: Sequence[Path]) -> Tensor:
+def generated_images(run: Run, trained: Trained, folders: Sequence[Path], samples: int) -> Tensor:
     """Return images in [-1, 1] that the run generates."""
     x, _ = drawn_latents(run, trained, samples, folders=folders)
     return decoded(trained, generator_in(trained.model), x).to(trained.setting.device)

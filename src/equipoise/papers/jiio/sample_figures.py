@@ -13,18 +13,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from equipoise.lab.data.base import Subset
 from equipoise.lab.results.figures import wrapped
 from equipoise.lab.results.sample import decoded, drawn_latents, open_generator
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
-from equipoise.lab.training.evaluate import prepared, quiet_failures
+from equipoise.lab.training.evaluate import quiet_failures
 from equipoise.models.generator.density import FEWEST
-from equipoise.papers.drawing import check_counts, describe, random_rows, write_numbers
-from equipoise.tasks.drawing import in_three_colors
-from equipoise.tasks.generation import fit, shown, squared_error
+from equipoise.papers.drawing import check_counts, describe, random_test_images, write_numbers
+from equipoise.tasks.drawing import in_three_colors, shown
 from equipoise.tasks.image_quality import psnr
+from equipoise.tasks.latent_vectors import fit, squared_error
 
 COLUMNS = 8
 Rows = list[tuple[Tensor, list[str]]]  # images and their captions, up to COLUMNS a row
@@ -69,9 +67,7 @@ def generated(
             blocks.append((f"Samples: {title}", [(part, [""] * len(part)) for part in images.split(COLUMNS)]))
             entry |= {"samples": samples, "Gaussians": density.size.components}
         if reconstructions:
-            test = data_of(run, trained.recipe, folders).test
-            chosen = Subset(test, random_rows(test, reconstructions))
-            (truth, *_) = next(prepared(chosen, trained.task, trained.setting, len(chosen)))
+            truth = random_test_images(run, trained, folders, reconstructions)
             with quiet_failures(), torch.no_grad():
                 found = fit(model, squared_error, truth, steps=steps)
             images, truth = decoded(trained, model, found.x), truth.float().cpu()
