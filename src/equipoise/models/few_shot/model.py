@@ -80,8 +80,9 @@ class FewShotMDEQ(nn.Module):
         task_length: length of the task vector; each scale gets an equal part.
         centred: whether FiLM scales by 1 + its linear map of the task vector, so that the task vector 0 modulates
             little; False is the paper's.
-        film_head: whether the task vector also scales what the head's linear layer reads, one number per feature: x
-            selects features of each class without going through the equilibrium. False is the paper's.
+        film_head: whether the task vector also scales what the head's linear layer reads, one number per feature, which
+            is 0 at x = 0: x selects features of each class without going through the equilibrium, and given z the inner
+            problem is logistic regression. False is the paper's.
         pool: side of the grid to which the head averages features of the first scale; it halves with every further
             scale. The paper's 28 x 28 images are averaged over squares of 7 x 7, to 4 x 4 and 2 x 2.
         activation: activation of f, see :class:`~equipoise.models.mdeq.cell.MultiscaleCell`.
@@ -136,6 +137,9 @@ class FewShotMDEQ(nn.Module):
         initialise(self)
         if self.head.film is not None:  # x starts as the scales of the features, and moves f little
             nn.init.orthogonal_(self.head.film.weight)
+            nn.init.zeros_(self.head.classify.bias)
+            with torch.no_grad():  # equal sizes, random signs: every class reads all features equally
+                self.head.classify.weight.sign_().mul_(self.head.classify.in_features**-0.5)
             for film in cell.films:
                 nn.init.normal_(film.weight, std=INITIAL_STD)  # type: ignore[arg-type]
 
@@ -174,7 +178,7 @@ class FewShotMDEQ(nn.Module):
 class TaskHead(nn.Module):
     """Map z, (tasks, images, channels_i, height_i, width_i), to logits: norm, average pooling, one linear layer.
 
-    With a ``task_length``, features are scaled by 1 + a linear map of the task vector x.
+    With a ``task_length``, features are scaled by a linear map of the task vector x.
     """
 
     def __init__(self, size: MDEQSize, pool: int, classes: int, task_length: int = 0):
@@ -194,7 +198,7 @@ class TaskHead(nn.Module):
 
     def forward(self, z: tuple[Tensor, ...], x: Tensor) -> Tensor:
         features = self.pooled(z)
-        return self.classify(features if self.film is None else features * (1 + self.film(x)[:, None]))
+        return self.classify(features if self.film is None else features * self.film(x)[:, None])
 
 
 def stem(inputs: int, size: MDEQSize) -> nn.Sequential:
