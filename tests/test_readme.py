@@ -343,10 +343,12 @@ def test_the_accuracies_under_attack_are_those_of_the_files():
 
 
 def test_the_accuracies_of_few_shot_learning_are_those_of_the_files():
-    for name, mark in (("omniglot-test", "**"), ("omniglot-detached-test", "")):
-        learned = jiio(name)
-        interval = learned["95% interval of accuracy (±)"]
-        assert f"{mark}{100 * learned['accuracy']:.2f} ± {100 * interval:.2f}%{mark}" in SAID
-    assert f"{jiio('omniglot-test')['support accuracy']:.1%} of the support images are fitted" in SAID
+    def said(measured):
+        return f"{100 * measured['accuracy']:.2f} ± {100 * measured['95% interval of accuracy (±)']:.2f}%"
+
+    learned, detached = jiio("omniglot-test"), jiio("omniglot-detached-test")
+    assert f"**{said(learned)}**" in SAID
+    assert f"{learned['support accuracy']:.1%} of the support images are fitted" in SAID
     nearest = jiio("omniglot-prototypes-test")["accuracy"]
     assert f"before joint optimisation is right for {nearest:.2%}" in SAID
+    assert f"exact {said(learned)}, detached {said(detached)}" in SAID
