@@ -341,6 +341,15 @@ def test_the_accuracies_under_attack_are_those_of_the_files():
         test = jiio(f"mnist-{name}.result")["test"]
         shares = [*(test[metric] for metric in metrics), jiio(f"mnist-{name}-foolbox")["robust accuracy"]]
         assert f"| {title} | {' | '.join(f'{share:.1%}' for share in shares)} |" in SAID
-    learned = jiio("omniglot-test")
-    interval = learned["95% interval of accuracy (±)"]
-    assert f"**{100 * learned['accuracy']:.2f} ± {100 * interval:.2f}%**" in SAID
+
+
+def test_the_accuracies_of_few_shot_learning_are_those_of_the_files():
+    def said(measured):
+        return f"{100 * measured['accuracy']:.2f} ± {100 * measured['95% interval of accuracy (±)']:.2f}%"
+
+    learned, detached = jiio("omniglot-test"), jiio("omniglot-detached-test")
+    assert f"**{said(learned)}**" in SAID
+    assert f"{learned['support accuracy']:.1%} of the support images are fitted" in SAID
+    nearest = jiio("omniglot-prototypes-test")["accuracy"]
+    assert f"before joint optimisation is right for {nearest:.2%}" in SAID
+    assert f"exact {said(learned)}, detached {said(detached)}" in SAID

@@ -55,15 +55,17 @@ def slopes(task, model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_outer_gradients_against_central_differences():
-    model, batch = learner(), episodes()
+@pytest.mark.parametrize("film_head", [False, True])
+def test_outer_gradients_against_central_differences(film_head):
+    model, batch = learner(film_head=film_head), episodes()
     task = exact(backward_steps=2000)
     with torch.no_grad():
         x = task.adapt(model, *batch[:2])
         assert x.abs().max() > 0.1  # the tasks were learned from
     truth, detached = slopes(task, model, batch), slopes(exact("detached"), model, batch)
     differs = []
-    for name in ("equilibrium.f.films.0.weight", "equilibrium.f.films.1.bias", "head.classify.weight", "stem.0.weight"):
+    names = ["equilibrium.f.films.0.weight", "equilibrium.f.films.1.bias", "head.classify.weight", "stem.0.weight"]
+    for name in [*names, *["head.film.weight"] * film_head]:
         parameter = model.get_parameter(name)
         direction = torch.randn(parameter.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
         direction /= direction.norm()
@@ -143,30 +145,46 @@ def test_metrics_with_their_interval():
     assert task.metrics(joined) == pytest.approx(task.metrics(task.sums(logits, labels)))
 
 
-def test_the_prototype_loss_is_small_for_features_that_tell_classes_apart():
-    class Told(nn.Module):
-        def embedding(self, images):
-            return images.flatten(2)
+class Pixels(nn.Module):
+    """An embedding that returns the images themselves."""
 
+    def embedding(self, images):
+        return images.flatten(2)
+
+
+def prototype_loss(support, query, answers):
+    task = FewShot(NAMES)
+    return task.prototype_loss(task.distances(Pixels(), (support, answers, query, answers)), answers)
+
+
+def test_the_prototype_loss_is_small_for_features_that_tell_classes_apart():
     means = 10 * torch.eye(3, 16).view(1, 3, 1, 4, 4)
     labels = torch.arange(3)[None]
-    task = FewShot(NAMES)
-    assert task.prototype_loss(Told(), (means, labels, means, labels)) < 1e-6
-    swapped = means[:, [1, 2, 0]]
-    assert task.prototype_loss(Told(), (means, labels, swapped, labels)) > 10
+    assert prototype_loss(means, means, labels) < 1e-6
+    assert prototype_loss(means, means[:, [1, 2, 0]], labels) > 10
 
 
 def test_the_classes_of_all_tasks_compete():
     """Two tasks with the same images: every class has a twin, so that half the answers are wrong."""
-
-    class Told(nn.Module):
-        def embedding(self, images):
-            return images.flatten(2)
-
     means = 10 * torch.eye(3, 16).view(1, 3, 1, 4, 4).expand(2, -1, -1, -1, -1)
-    labels = torch.arange(3).expand(2, -1)
-    loss = FewShot(NAMES).prototype_loss(Told(), (means, labels, means, labels))
+    loss = prototype_loss(means, means, torch.arange(3).expand(2, -1))
     torch.testing.assert_close(loss, torch.tensor(2.0).log())
+
+
+def test_without_inner_steps_the_prototype_loss_is_the_only_one():
+    model, batch = learner(), episodes(3)
+    task = FewShot(NAMES, steps=0, prototypes=2.0)
+    loss, sums = task.loss(model, batch)
+    distances = task.distances(model, batch)
+    torch.testing.assert_close(loss, 2 * task.prototype_loss(distances, batch[3]))
+    support, query = (model.embedding(batch[i]) for i in (0, 2))  # one support image per class, in the order of labels
+    right = torch.cdist(query, support).argmin(dim=2) == batch[3]
+    assert sums["accuracy"].item() == pytest.approx(right.double().mean(dim=1).sum().item())
+    assert 0 < right.double().mean() < 1
+    assert task.measure(model, batch)["accuracy"] == sums["accuracy"]
+    loss.backward()
+    assert model.head.classify.weight.grad is None  # the head has nothing to learn yet
+    assert model.stem[0].weight.grad.abs().sum() > 0
 
 
 def test_the_random_iterate_of_the_jacobian_penalty():

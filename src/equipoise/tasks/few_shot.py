@@ -73,7 +73,8 @@ class FewShot(Task):
         prototypes: weight of an auxiliary training loss, which classifies query images by the nearest mean feature of a
             class, among those of all tasks of the batch, at x = 0 (J. Snell, K. Swersky, R. Zemel, "Prototypical
             networks", 2017). It makes features of one class alike, without which x has nothing to select from early in
-            training.
+            training. With ``steps`` = 0, where x stays 0, it is the only loss, and metrics are those of the nearest
+            mean: a warm-up without an inner problem.
         backward_steps: largest number of steps of the backward solve of "exact".
         proximal: weight of a proximal term in that solve, see :class:`~equipoise.KKTGradient`.
 
@@ -191,7 +192,7 @@ class FewShot(Task):
             return model.cell(z, x, features)
 
         def cost(z: tuple[Tensor, ...], x: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-            return task_losses(model.head(z), labels) + self.penalty * x.square().mean(dim=1)
+            return task_losses(model.head(z, x), labels) + self.penalty * x.square().mean(dim=1)
 
         return f, cost
 
@@ -218,6 +219,9 @@ class FewShot(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         support, labels, query, answers = self.checked(model, batch)
+        if self.warming:
+            distances = self.distances(unwrapped(model), batch)
+            return self.prototypes * self.prototype_loss(distances, answers), self.nearest(distances.detach(), answers)
         x, stiffness = self.adapted(unwrapped(model), support, labels, penalised=self.jacobian > 0)
         logits = model(query, x)
         loss = task_losses(logits, answers).mean()
@@ -225,26 +229,42 @@ class FewShot(Task):
         if stiffness is not None:
             loss = loss + self.jacobian * stiffness
         if self.prototypes:
-            loss = loss + self.prototypes * self.prototype_loss(unwrapped(model), batch)
+            loss = loss + self.prototypes * self.prototype_loss(self.distances(unwrapped(model), batch), answers)
         return loss, sums
 
-    def prototype_loss(self, model: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of query images classified by their distances to the means of classes.
+    @property
+    def warming(self) -> bool:
+        """Whether features are trained alone, by the prototype loss."""
+        return self.steps == 0 and self.prototypes > 0
 
-        The classes of all tasks of the batch compete: telling 40 apart teaches more than telling 5.
-        """
+    def distances(self, model: Any, batch: Batch) -> Tensor:
+        """Return the distances of query images to class means, (tasks, images, tasks, classes), at x = 0."""
         support, labels, query, answers = batch
         ways = len(self.class_names)
         features = model.embedding(torch.cat([support, query], dim=1))
         learned, asked = features.split([support.shape[1], query.shape[1]], dim=1)
         member = functional.one_hot(labels, ways).to(learned)
         means = member.mT @ learned / member.sum(dim=1).clamp(min=1)[:, :, None]
-        distances = (asked.flatten(0, 1)[:, None] - means.flatten(0, 1)[None]).square().mean(dim=-1)
-        first = ways * torch.arange(len(answers), device=answers.device)[:, None]  # class of each task
-        return functional.cross_entropy(-SHARPNESS * distances, (answers + first).flatten())
+        flat = (asked.flatten(0, 1)[:, None] - means.flatten(0, 1)[None]).square().mean(dim=-1)
+        return flat.view(*answers.shape, len(answers), ways)
+
+    def prototype_loss(self, distances: Tensor, answers: Tensor) -> Tensor:
+        """Return the mean cross entropy of query images classified by their distances to the means of classes.
+
+        The classes of all tasks of the batch compete: telling 40 apart teaches more than telling 5.
+        """
+        first = distances.shape[-1] * torch.arange(len(answers), device=answers.device)[:, None]  # class of each task
+        return functional.cross_entropy(-SHARPNESS * distances.flatten(2).flatten(0, 1), (answers + first).flatten())
+
+    def nearest(self, distances: Tensor, answers: Tensor) -> Sums:
+        """Return the sums of query images classified by the nearest class mean of their own task."""
+        own = distances.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        return self.sums(-SHARPNESS * own, answers)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         support, labels, query, answers = self.checked(model, batch)
+        if self.warming:
+            return self.nearest(self.distances(unwrapped(model), batch), answers)
         x = self.adapt(unwrapped(model), support, labels)
         sums = self.sums(model(query, x), answers)
         return {**sums, "support": accuracies(model(support, x), labels).sum()}

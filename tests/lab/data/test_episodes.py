@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from equipoise.lab.data import MissingData, available, load
+from equipoise.lab.data.base import Subset, TensorSplit
 from equipoise.lab.data.sets.episodes import Episodes
 from official_files import picture, write
 
@@ -79,6 +80,20 @@ def test_episodes_depend_on_seed_and_index_alone():
     assert all(torch.equal(a[2], b[0]) for a, b in zip(together, alone, strict=True))
     other = Episodes(marked(9), episodes=50, ways=3, shots=1, queries=2, seed=1).read(torch.tensor([40]))
     assert not torch.equal(other[2], alone[2])
+
+
+def test_every_epoch_has_new_episodes():
+    split = Episodes(marked(9), episodes=20, ways=3, shots=1, queries=2)
+    few = Subset(split, torch.tensor([3, 4]))
+    rows = torch.arange(2)
+    assert torch.equal(few.in_epoch(0).read(rows)[2], few.read(rows)[2])
+    later = few.in_epoch(5).read(rows)
+    assert not torch.equal(later[2], few.read(rows)[2])
+    longer = Episodes(marked(9), episodes=200, ways=3, shots=1, queries=2)
+    assert torch.equal(later[2], longer.read(torch.tensor([103, 104]))[2])  # a continuation, and the same every time
+    assert torch.equal(later[2], few.in_epoch(5).read(rows)[2])
+    plain = TensorSplit(torch.arange(4))
+    assert plain.in_epoch(3) is plain
 
 
 def test_rotated_characters_are_further_classes():

@@ -75,8 +75,21 @@ def test_embedding_and_logits():
     torch.testing.assert_close(model.head.classify(features), model(every, model.blank(2)))
 
 
-def test_gradients_reach_everything():
-    model, x = small(), vectors().requires_grad_()
+def test_the_task_vector_scales_what_the_head_reads():
+    model, every, x = small(film_head=True), images(), vectors()
+    z = model.equilibrium(x, model.features(every))
+    gates = x @ model.head.film.weight.T
+    expected = (model.head.pooled(z) * gates[:, None]) @ model.head.classify.weight.T + model.head.classify.bias
+    torch.testing.assert_close(model(every, x), expected)
+    assert not model.head(z, 0 * x).any()  # no class is preferred at first
+    film = model.head.film.weight.detach()  # orthogonal at first: x is the scales, and as long
+    torch.testing.assert_close(film.T @ film, torch.eye(8, dtype=DOUBLE), atol=1e-6, rtol=0)
+    assert small().head.film is None
+
+
+@pytest.mark.parametrize("film_head", [False, True])
+def test_gradients_reach_everything(film_head):
+    model, x = small(film_head=film_head), vectors().requires_grad_()
     model(images(), x).square().sum().backward()
     assert x.grad is not None
     assert x.grad.abs().min() > 0
@@ -92,8 +105,9 @@ def test_what_is_refused():
         FewShotMDEQ((1, 28, 28), 5, size="omniglott")
     with pytest.raises(TypeError, match="FewShotMDEQ has no option 'head_channels'"):
         FewShotMDEQ((1, 28, 28), 5, head_channels=(4, 4))
-    with pytest.raises((TypeError, ValueError), match="centred is 1; it must be"):
-        FewShotMDEQ((1, 28, 28), 5, centred=1)
+    for name in ("centred", "film_head"):
+        with pytest.raises((TypeError, ValueError), match=f"{name} is 1; it must be"):
+            FewShotMDEQ((1, 28, 28), 5, **{name: 1})
     model = small()
     with pytest.raises(
         ValueError, match=r"images have shape \(2, 1, 8, 8\); it must be \(tasks, images per task, 1, 8, 8"

@@ -33,6 +33,10 @@ class Split(ABC):
     def read(self, rows: Tensor) -> Batch:
         """Return the samples with these indices; images are uint8 (batch, channels, height, width)."""
 
+    def in_epoch(self, epoch: int) -> Split:
+        """Return the split to train on in this epoch (0, 1, ...): the same one, unless samples are drawn anew."""
+        return self
+
 
 class TensorSplit(Split):
     """A split in memory: one tensor of inputs and any number of tensors of targets, with one row per sample."""
@@ -90,6 +94,9 @@ class Subset(Split):
 
     def read(self, rows: Tensor) -> Batch:
         return self.split.read(self.rows[rows])
+
+    def in_epoch(self, epoch: int) -> Split:
+        return Subset(self.split.in_epoch(epoch), self.rows)
 
 
 def spread(split: Split, samples: int) -> Split:

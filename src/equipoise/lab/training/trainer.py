@@ -360,10 +360,11 @@ class Trainer:
     def train_epoch(self) -> None:
         """Train on the remaining batches of the epoch."""
         state, position, training = self.state, self.state.position, self.recipe.training
-        rows = self.rows(self.epochs_before[position.phase] + position.epoch)[position.batch :]
+        epoch = self.epochs_before[position.phase] + position.epoch
+        rows, split = self.rows(epoch)[position.batch :], self.data.train.in_epoch(epoch)
         own = [self.machine.own_part(batch) for batch in rows]
         self.learner.net.train()
-        for size, batch in zip(map(len, rows), batches(self.data.train, own, self.machine.device), strict=True):
+        for size, batch in zip(map(len, rows), batches(split, own, self.machine.device), strict=True):
             stop = self.step(batch, size)
             position.batch += 1
             position.step += 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mdeq.cell import Film, MDEQSize, MultiscaleCell
-from equipoise.models.mdeq.model import initialise
+from equipoise.models.mdeq.model import INITIAL_STD, initialise
 from equipoise.models.parts.images import MEAN, STD, normalize_for
 from equipoise.models.parts.keyword_options import accepts, numbers_of, sized
 from equipoise.options import require
@@ -80,6 +80,9 @@ class FewShotMDEQ(nn.Module):
         task_length: length of the task vector; each scale gets an equal part.
         centred: whether FiLM scales by 1 + its linear map of the task vector, so that the task vector 0 modulates
             little; False is the paper's.
+        film_head: whether the task vector also scales what the head's linear layer reads, one number per feature, which
+            is 0 at x = 0: x selects features of each class without going through the equilibrium, and given z the inner
+            problem is logistic regression. False is the paper's.
         pool: side of the grid to which the head averages features of the first scale; it halves with every further
             scale. The paper's 28 x 28 images are averaged over squares of 7 x 7, to 4 x 4 and 2 x 2.
         activation: activation of f, see :class:`~equipoise.models.mdeq.cell.MultiscaleCell`.
@@ -102,6 +105,7 @@ class FewShotMDEQ(nn.Module):
         size: str = "omniglot-small",
         task_length: int = 400,
         centred: bool = True,
+        film_head: bool = False,
         pool: int = 4,
         activation: str = "relu",
         **numbers: Any,
@@ -109,9 +113,10 @@ class FewShotMDEQ(nn.Module):
         super().__init__()
         self.normalize = normalize_for(shape, classes, mean, std)
         self.shape, self.size = tuple(shape), sized(SIZES, size, "FewShotMDEQ", numbers)
-        self.task_length, self.centred, self.pool = task_length, centred, pool
+        self.task_length, self.centred, self.film_head, self.pool = task_length, centred, film_head, pool
         require(self, "task_length", at_least=1, whole=True)
         require(self, "centred", kind=bool)
+        require(self, "film_head", kind=bool)
         require(self, "pool", at_least=1, whole=True)
         size_ = self.size
         if task_length % size_.scales:
@@ -128,8 +133,15 @@ class FewShotMDEQ(nn.Module):
         self.stem = stem(shape[0], size_)
         cell = TaskCell(size_, task_length, centred, activation)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)
-        self.head = TaskHead(size_, pool, classes)
+        self.head = TaskHead(size_, pool, classes, task_length if film_head else 0)
         initialise(self)
+        if self.head.film is not None:  # x starts as the scales of the features, and moves f little
+            nn.init.orthogonal_(self.head.film.weight)
+            nn.init.zeros_(self.head.classify.bias)
+            with torch.no_grad():  # equal sizes, random signs: every class reads all features equally
+                self.head.classify.weight.sign_().mul_(self.head.classify.in_features**-0.5)
+            for film in cell.films:
+                nn.init.normal_(film.weight, std=INITIAL_STD)  # type: ignore[arg-type]
 
     @property
     def cell(self) -> TaskCell:
@@ -160,17 +172,21 @@ class FewShotMDEQ(nn.Module):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; it must be (tasks, task_length) = ({len(images)}, {self.task_length})."
             )
-        return self.head(self.equilibrium(x, self.features(images)))
+        return self.head(self.equilibrium(x, self.features(images)), x)
 
 
 class TaskHead(nn.Module):
-    """Map z, (tasks, images, channels_i, height_i, width_i), to logits: norm, average pooling, one linear layer."""
+    """Map z, (tasks, images, channels_i, height_i, width_i), to logits: norm, average pooling, one linear layer.
 
-    def __init__(self, size: MDEQSize, pool: int, classes: int):
+    With a ``task_length``, features are scaled by a linear map of the task vector x.
+    """
+
+    def __init__(self, size: MDEQSize, pool: int, classes: int, task_length: int = 0):
         super().__init__()
         self.norms = nn.ModuleList(nn.GroupNorm(size.groups, c) for c in size.channels)
         self.grids = [max(1, pool >> i) for i in range(size.scales)]
         width = sum(c * side**2 for c, side in zip(size.channels, self.grids, strict=True))
+        self.film = nn.Linear(task_length, width, bias=False) if task_length else None
         self.classify = nn.Linear(width, classes)
 
     def pooled(self, z: tuple[Tensor, ...]) -> Tensor:
@@ -180,8 +196,9 @@ class TaskHead(nn.Module):
             parts.append(nn.functional.adaptive_avg_pool2d(norm(part.flatten(0, 1)), side).flatten(1))
         return torch.cat(parts, dim=1).unflatten(0, z[0].shape[:2])
 
-    def forward(self, z: tuple[Tensor, ...]) -> Tensor:
-        return self.classify(self.pooled(z))
+    def forward(self, z: tuple[Tensor, ...], x: Tensor) -> Tensor:
+        features = self.pooled(z)
+        return self.classify(features if self.film is None else features * self.film(x)[:, None])
 
 
 def stem(inputs: int, size: MDEQSize) -> nn.Sequential:

@@ -1,5 +1,6 @@
 """Episodes: small classification tasks made of Omniglot's characters, for learning from few examples."""
 
+import copy
 import hashlib
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ HELD_OUT = 1 / 11  # share of the training characters used for validation: 100 o
 
 
 class Episodes(Split):
-    """Classification tasks drawn at random, each from the seed and its own index alone.
+    """Classification tasks drawn at random, each from the seed and its own index alone; every epoch has new ones.
 
     Sample i is ``(support, support labels, query, query labels)``: ``ways`` classes drawn without replacement, labelled
     0 to ways - 1 in the order in which they were drawn, with ``shots`` drawings each to learn from and ``queries``
@@ -48,7 +49,7 @@ class Episodes(Split):
         part: str = "",
     ):
         self.drawings, self.episodes, self.rotations, self.seed = drawings, episodes, rotations, seed
-        self.ways, self.shots, self.queries = ways, shots, queries
+        self.ways, self.shots, self.queries, self.first = ways, shots, queries, 0
         for name in ("episodes", "ways", "shots", "queries"):
             require_number(f"data.{name}", getattr(self, name), at_least=2 if name == "ways" else 1, whole=True)
         if type(rotations) is not bool:
@@ -73,8 +74,13 @@ class Episodes(Split):
     def __len__(self) -> int:
         return self.episodes
 
+    def in_epoch(self, epoch: int) -> Split:
+        fresh = copy.copy(self)
+        fresh.first = epoch * self.episodes
+        return fresh
+
     def read(self, rows: Tensor) -> Batch:
-        episodes = [self.episode(row) for row in rows.tolist()]
+        episodes = [self.episode(self.first + row) for row in rows.tolist()]
         support, query = (torch.stack(images) for images in zip(*episodes, strict=True))
         labels = torch.arange(self.ways)
         return (
@@ -126,7 +132,8 @@ def omniglot_episodes(
         size: side of the images.
         split: "random" or "official".
         rotations: whether rotated characters are further classes in training.
-        episodes, val_episodes, test_episodes: number of tasks for training, validation and test.
+        episodes: number of training tasks in an epoch; every epoch draws new ones.
+        val_episodes, test_episodes: number of tasks for validation and test.
         seed: seed of the tasks.
 
     Reference: C. Finn, P. Abbeel, S. Levine, "Model-agnostic meta-learning" (2017), section 5.2.
