@@ -1029,6 +1029,9 @@ def test_what_a_budget_shrinks_is_said_on_one_line(write):
     assert budget_changes([open_recipe("opteq/figure4a", "smoke")]) == (
         "samples 32 -> 4; batch_size 16 -> 4; evaluations 60 -> 10"
     )
+    omniglot = budget_changes([open_recipe("jiio/omniglot", "small")])
+    assert "-> [prototypes in a shallow weight-tied stack, prototypes at the equilibrium, made contractive," in omniglot
+    assert "paper.note" not in omniglot
 
 
 @pytest.mark.parametrize(

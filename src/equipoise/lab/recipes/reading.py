@@ -406,18 +406,20 @@ def budget_changes(sources: Sequence[RecipeFile]) -> str:
     """Return what budgets changed, on one line: ``"data.limit 32; phases.0.epochs 40, 200 -> 1"``."""
 
     def short(value: Any) -> str:
-        """Write a value as on the command line, and a section as its name."""
-        return (
-            "" if value is None else value.get("name", "") if isinstance(value, dict) else str(value).replace(" ", "")
-        )
+        """Write a value as on the command line, and sections as their names."""
+        if isinstance(value, dict):
+            return value.get("name", "")
+        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            return f"[{', '.join(map(short, value))}]"
+        return "" if value is None else value if isinstance(value, str) else str(value).replace(" ", "")
 
     changes: dict[str, tuple[list[str], list[str]]] = {}
     for source in sources:
         for key, values in source.budgeted.items():
             for seen, value in zip(changes.setdefault(key, ([], [])), map(short, values), strict=True):
                 seen.extend([value] if value not in ("", *seen) else [])
-    changes.pop("title", None)
-    parts = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in changes.items()]
+    shown = {key: values for key, values in changes.items() if key != "title" and not key.startswith("paper.")}
+    parts = [f"{key} {', '.join(old)}{' -> ' if old else ''}{', '.join(new)}" for key, (old, new) in shown.items()]
     return "; ".join(parts) or "changes nothing"
 
 
