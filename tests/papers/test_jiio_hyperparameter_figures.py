@@ -7,7 +7,7 @@ import pytest
 from equipoise.cli import main
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.recipes.schema import FigureSpec
-from equipoise.papers.jiio.hyperparameter_figures import SETTINGS, hyperparameters, same, shown, told
+from equipoise.papers.jiio.hyperparameter_figures import SETTINGS, cell_text, hyperparameters, same, shown
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_values_are_compared_and_shown():
     assert not same([0.8], [0.8, 0.6])
     assert not same("auto", 0.01)
     assert [shown(value) for value in ("", True, 0.001, [1, 2.5])] == ["-", "yes", "0.001", "1, 2.5"]
-    assert told({"recipe": 3, "printed": 3, "meant": 3, "differs": False}) == "3"
+    assert cell_text({"recipe": 3, "printed": 3, "meant": 3, "differs": False}) == "3"
 
 
 def test_the_published_values_are_one_per_recipe():

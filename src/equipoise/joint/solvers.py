@@ -139,7 +139,7 @@ class JointSolver(Solver):
             slopes = torch.cat([slope[:, None], before.slopes[:, :-1]], dim=1)
         scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
         # Within a set as small as R, no step leads far: the whole inverse of the curvature is allowed.
-        share = torch.where(radius < joint.reach, SHARE_OF_NEWTON, 1.0)
+        share = torch.full_like(radius, SHARE_OF_NEWTON).where(radius < joint.reach, 1.0)
         automatic = torch.minimum(automatic_size(scale), share / slopes.amax(dim=1))
         move = self.rule.move(at.gradient, automatic, seen, moments)
         size = torch.zeros_like(automatic) if move.size is None else move.size
