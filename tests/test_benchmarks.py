@@ -198,8 +198,12 @@ def test_the_stored_fits_are_those_of_the_measurements():
 
 
 def test_flops_and_bytes_are_linear_in_the_pixels():
+    """Of MDEQ; joint steps of JIIO end where they converge, which depends on the images."""
     tables = stored("scaling.json")["tables"]
-    for row in (row for title, rows in tables.items() if title.startswith("cost of a step") for row in rows):
+    rows = [row for title, rows in tables.items() if title.startswith("cost of a step") for row in rows]
+    rows = [row for row in rows if row["recipe"].startswith("mdeq/")]
+    assert rows
+    for row in rows:
         for quantity in ("error: flops", "bytes"):
             assert abs(float(row[quantity].rstrip("%"))) <= 1.0, row["recipe"]
 
