@@ -347,7 +347,8 @@ def test_the_accuracies_of_few_shot_learning_are_those_of_the_files():
     def said(measured):
         return f"{100 * measured['accuracy']:.2f} ± {100 * measured['95% interval of accuracy (±)']:.2f}%"
 
-    learned, exact, detached = jiio("omniglot.result")["test"], jiio("omniglot-exact-test"), jiio("omniglot-detached-test")
+    learned = jiio("omniglot.result")["test"]
+    exact, detached = jiio("omniglot-exact-test"), jiio("omniglot-detached-test")
     assert f"**{said(learned)}**" in SAID
     assert f"{learned['support accuracy']:.1%} of the support images are fitted" in SAID
     nearest = jiio("omniglot-prototypes-test")["accuracy"]
