@@ -253,7 +253,7 @@ def first_radius(joint: Joint, v: Tensor, at: Evaluation, images: Tensor) -> Ten
     for fallback in (at.cost.abs() / g, row_norms(x), torch.ones_like(g)):  # f does not depend on x along g
         radius = torch.where(torch.isfinite(radius) & (radius > 0), radius, fallback)
     radius = torch.minimum(radius, joint.reach)
-    return torch.where(radius > 0, radius, 1.0)  # 0: of a single point, to which any step is projected
+    return torch.where(radius > 0, radius, 1.0)  # 0: the set is a single point
 
 
 def prefer(rule: str, kkt: Tensor, cost: Tensor, before: JointState | None, seen: int) -> tuple[Tensor, Tensor]:
