@@ -59,7 +59,7 @@ LINKS = {"10 Gbit/s": 1.25, "PCIe 3.0 x16": 12.0, "100 Gbit/s": 12.5, "NVLink 3"
 
 
 class Size(NamedTuple):
-    """Images of side x side pixels, the number of images in a batch, and C channels of the finest scale, None for the recipe's."""
+    """Side and number of the images of a batch; C channels of the finest scale, None for the recipe's."""
 
     side: int
     batch: int
