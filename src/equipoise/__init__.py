@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from equipoise import command_start  # noqa: F401 (first: it must be there before torch is imported)
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
-from equipoise.gradients import GradientRule, ImplicitGradient, PhantomGradient, UnrolledGradient
+from equipoise.gradients import (
+    GradientRule,
+    ImplicitGradient,
+    PhantomGradient,
+    ReversibleGradient,
+    UnrolledGradient,
+)
 from equipoise.problem.hoist import hoist
 from equipoise.problem.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
@@ -106,6 +112,7 @@ __all__ = [
     "Progress",
     "ProximalGradient",
     "Result",
+    "ReversibleGradient",
     "Solution",
     "Solver",
     "SpectralNorm",

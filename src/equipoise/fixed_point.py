@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from equipoise.gradients import GradientRule, ImplicitGradient
+from equipoise.gradients.steps import one_step
+from equipoise.options import is_number
 from equipoise.problem.captures import named_sources, require_gradient_paths
 from equipoise.problem.independence import warn_of_sequence_first_layers
 from equipoise.problem.layout import leaves, rebuild
@@ -30,7 +32,7 @@ OBJECTS = {
     "tolerance": (Tolerance, "an object such as equipoise.Tolerance(relative=1e-4)"),
     "gradient": (GradientRule, "an object such as equipoise.ImplicitGradient()"),
 }
-KINDS = {**OBJECTS, **dict.fromkeys(("compact", "coupled", "trace"), (bool, "True or False"))}
+KINDS = {**OBJECTS, **dict.fromkeys(("compact", "coupled", "aux", "trace"), (bool, "True or False"))}
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class Options:
     compact: bool
     coupled: bool
     check_every: int
+    aux: bool
     trace: bool = False
     callback: Callable[[Progress], object] | None = None
+    keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (kind, allowed) in KINDS.items():
@@ -55,6 +59,8 @@ class Options:
             raise ValueError(f"on_failure is {self.on_failure!r}; allowed: {', '.join(map(repr, ON_FAILURE))}.")
         if not isinstance(self.check_every, int) or self.check_every < 1:
             raise ValueError(f"check_every is {self.check_every!r}; it must be a whole number of at least 1.")
+        if not isinstance(self.keep, tuple) or not all(is_number(k, at_least=1, whole=True) for k in self.keep):
+            raise ValueError(f"keep is {self.keep!r}; it must be a tuple of steps, such as (4, 8, 12), of at least 1.")
         if self.callback is not None and not callable(self.callback):
             raise TypeError(f"callback is {self.callback!r}; it must be a function of one argument, a Progress.")
         if self.coupled and self.solver.needs:
@@ -74,6 +80,8 @@ def fixed_point(
     on_failure: str = "warn",
     compact: bool = True,
     coupled: bool = False,
+    aux: bool = False,
+    keep: tuple[int, ...] = (),
     trace: bool = False,
     callback: Callable[[Progress], object] | None = None,
     check_every: int = 1,
@@ -92,6 +100,11 @@ def fixed_point(
         compact: whether to leave finished samples out of the computation (requires ``inputs``).
         coupled: whether to solve the whole batch as one problem with one residual, for an f that mixes its samples:
             graph networks, attention with the sequence first. Inputs may then have any leading size.
+        aux: whether f returns ``(z, aux)``. What it returns beside z, of any type, does not take part in the solve;
+            ``sol.aux`` is that of one more call of f, at the returned value, and is differentiable.
+        keep: steps, counted as in ``stats.steps``, whose iterates are returned in ``sol.kept``, for losses along the
+            trajectory. Their gradient is that of one step of f. A sample that has stopped before contributes its
+            solution.
         trace: whether to keep the residuals of every check in ``stats.trace``.
         callback: function called with a :class:`~equipoise.solvers.Progress` at every check.
         check_every: number of steps between checks of the residuals; each check synchronises with the device once.
@@ -110,7 +123,9 @@ def fixed_point(
             "an Equilibrium cannot be exported or traced: its number of steps depends on the data, and a static "
             "graph has a fixed one. Export equipoise.FixedSteps(layer, steps=30, solver=equipoise.Picard()) instead."
         )
-    options = Options(solver, tolerance, gradient, on_failure, compact, coupled, check_every, trace, callback)
+    options = Options(
+        solver, tolerance, gradient, on_failure, compact, coupled, check_every, aux, trace, callback, keep
+    )
     if torch.compiler.is_compiling():
         # One clean break in the traced graph; looked up here because dynamo is slow to import.
         reason = "the number of steps of a solver depends on the residuals it measures"
@@ -163,7 +178,7 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
             "transform, or use equipoise.FixedSteps(layer, steps, solver=Picard()), which transforms like any module."
         )
     solver, tolerance, gradient = options.solver, options.tolerance, options.gradient
-    problem, z, image = FunctionProblem.start(f, z0, inputs, coupled=options.coupled)
+    problem, z, image = FunctionProblem.start(f, z0, inputs, coupled=options.coupled, aux=options.aux)
     problem.gatherable = problem.gatherable and options.compact
     if problem.sequence_first and not options.coupled:
         warn_of_sequence_first_layers(problem, z)
@@ -173,14 +188,15 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
             "equilibrium inside the f of another, solve the outer one with Anderson, Broyden or Picard."
         )
     report = Report(options.on_failure)
-    watch = Watch(options.trace, options.callback, options.check_every, gradient.keeps_states)
+    watch = Watch(options.trace, options.callback, options.check_every, gradient.keeps_states, options.keep)
     if gradient.decides_value:
-        rows, solved = gradient.run(problem, z, tolerance, watch)
+        rows, solved = gradient.run(problem, z, tolerance, watch, report)
     elif problem.needs_gradient:
         gradient.check(problem, solver)
         record = partial(gradient.record, problem)
         solved = solve(problem, z.detach(), image.detach(), solver, tolerance, watch, record=record)
         rows = gradient.attach(solved, report)
+        solved.kept = [one_step(problem, kept) for kept in solved.kept]
     else:
         solved = solve(problem, z.detach(), image.detach(), solver, tolerance, watch)
         rows = solved.z
@@ -189,11 +205,16 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
     stats = solved.stats.expand(problem.samples) if options.coupled else solved.stats
     if not solved.converged:
         report.failure(stats, "forward", below_rounding=solved.below_rounding)
-    value = problem.unpack(rows)
-    value = rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])  # users may modify it in place
-    solution = Solution(value, stats, solved=solved)
+    value, *kept = (own(problem.unpack(each)) for each in (rows, *solved.kept))
+    extra = problem.auxiliary(value) if options.aux else None
+    solution = Solution(value, stats, kept=tuple(kept), aux=extra, solved=solved)
     report.solution = weakref.ref(solution)
     return solution
+
+
+def own(value: Any) -> Any:
+    """Return a copy of a value, which users may modify in place."""
+    return rebuild(value, [tensor.clone() for _, tensor in leaves(value, "value")])
 
 
 class Equilibrium(nn.Module):
@@ -204,6 +225,7 @@ class Equilibrium(nn.Module):
         initial: initial value: a function of the inputs; or the shape of one sample, e.g. ``(64,)``, or a tuple of
             such shapes, for zeros; None for zeros like the first input.
         solver, tolerance, gradient, on_failure, compact, coupled, check_every: as in :func:`fixed_point`.
+        aux: whether f returns ``(z, aux)``; the layer then does so as well.
 
     Example:
         >>> layer = eq.Equilibrium(MyCell(), initial=(64,), solver=eq.Anderson(memory=5))
@@ -222,6 +244,7 @@ class Equilibrium(nn.Module):
         compact: bool = True,
         coupled: bool = False,
         check_every: int = 1,
+        aux: bool = False,
     ):
         super().__init__()
         require_function(f)
@@ -232,11 +255,12 @@ class Equilibrium(nn.Module):
             )
         self.f, self.initial, self.solver, self.tolerance, self.gradient = f, initial, solver, tolerance, gradient
         self.on_failure, self.compact, self.coupled, self.check_every = on_failure, compact, coupled, check_every
+        self.aux = aux
         Options(**self.options())
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of :func:`fixed_point`, with the current values of the layer."""
-        names = ("solver", "tolerance", "gradient", "on_failure", "compact", "coupled", "check_every")
+        names = ("solver", "tolerance", "gradient", "on_failure", "compact", "coupled", "check_every", "aux")
         return {name: getattr(self, name) for name in names}
 
     def forward(self, *inputs: Any, z0: Any = None, **unknown: Any) -> Any:
@@ -246,14 +270,20 @@ class Equilibrium(nn.Module):
                 f"an Equilibrium has no keyword argument {name!r}. Pass inputs by position: layer(x, {name}) calls "
                 f"f(z, x, {name})."
             )
-        return self.solve(*inputs, z0=z0).value
+        solution = self.solve(*inputs, z0=z0)
+        return (solution.value, solution.aux) if self.aux else solution.value
 
     def solve(
-        self, *inputs: Any, z0: Any = None, trace: bool = False, callback: Callable[[Progress], object] | None = None
+        self,
+        *inputs: Any,
+        z0: Any = None,
+        keep: tuple[int, ...] = (),
+        trace: bool = False,
+        callback: Callable[[Progress], object] | None = None,
     ) -> Solution:
         """Return the :class:`Solution` of this call, not only its value."""
         start = self.start(inputs) if z0 is None else z0
-        return fixed_point(self.f, start, *inputs, **self.options(), trace=trace, callback=callback)
+        return fixed_point(self.f, start, *inputs, **self.options(), keep=keep, trace=trace, callback=callback)
 
     def start(self, inputs: tuple[Any, ...]) -> Any:
         """Return the initial value for these inputs."""
@@ -313,6 +343,8 @@ class FixedSteps(nn.Module):
                 f"layer is a {type(layer).__name__}; it must be an equipoise.Equilibrium. Replace the equilibrium "
                 "layers inside a model: model.layer = FixedSteps(model.layer, steps)."
             )
+        if layer.aux:
+            raise ValueError("the layer has aux=True, and FixedSteps returns only z: use a layer whose f returns z.")
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps!r}; it must be a whole number of at least 1.")
         self.layer, self.steps, self.solver = layer, steps, solver or layer.solver

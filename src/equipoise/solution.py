@@ -40,6 +40,11 @@ class Result(IntEnum):
         "put the batch first (batch_first=True in attention and recurrent layers), normalise each sample separately, "
         "or solve the whole batch as one problem with coupled=True. The residual is that of the returned value.",
     )
+    DRIFTED = (
+        5,
+        "Run backward, the steps did not lead back to z0, so the gradient is inaccurate: take fewer steps or raise the "
+        "damping of ReversibleGradient; an f that is not the same function at every call has the same effect.",
+    )
 
     message: str
 
@@ -159,6 +164,8 @@ class Solution:
         backward: :class:`Statistics` of the backward solve, filled once it has run.
         adjoint: the solution of the backward solve, structured like ``value``; pass it to
             ``ImplicitGradient(start=...)`` to warm-start the next one.
+        kept: the iterates at the steps ``keep``, each structured like ``value``, with gradients of one step.
+        aux: what f returned beside the value, with ``aux=True``.
 
     Example:
         >>> sol = eq.fixed_point(lambda z, x: torch.cos(z) * x, torch.zeros(4, 1), torch.rand(4, 1))
@@ -169,6 +176,8 @@ class Solution:
     stats: Statistics
     backward: Statistics | None = None
     adjoint: Any = None
+    kept: tuple[Any, ...] = ()
+    aux: Any = None
     solved: SolveRecord | None = field(default=None, repr=False)
 
     @property

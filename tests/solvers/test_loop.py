@@ -582,7 +582,7 @@ def test_result_message_is_a_sentence(result, words):
 
 def test_result_codes_are_fixed():
     """They are stored in tensors and files."""
-    codes = {"CONVERGED": 0, "MAX_STEPS": 1, "NONFINITE": 2, "STALLED": 3, "COUPLED": 4}
+    codes = {"CONVERGED": 0, "MAX_STEPS": 1, "NONFINITE": 2, "STALLED": 3, "COUPLED": 4, "DRIFTED": 5}
     assert {r.name: int(r) for r in Result} == codes
 
 

@@ -1,7 +1,8 @@
-"""How a solution is differentiated: implicitly, through a few recorded steps, or by recording all of them."""
+"""How a solution is differentiated: implicitly, through recorded steps (a few, or all), or by steps run backward."""
 
 from equipoise.gradients.base import GradientRule
 from equipoise.gradients.implicit import ImplicitGradient
+from equipoise.gradients.reversible import ReversibleGradient
 from equipoise.gradients.steps import PhantomGradient, UnrolledGradient
 
-__all__ = ["GradientRule", "ImplicitGradient", "PhantomGradient", "UnrolledGradient"]
+__all__ = ["GradientRule", "ImplicitGradient", "PhantomGradient", "ReversibleGradient", "UnrolledGradient"]

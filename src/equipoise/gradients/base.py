@@ -28,6 +28,8 @@ class GradientRule:
         """Return the solution as rows that have a gradient."""
         raise NotImplementedError
 
-    def run(self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch) -> tuple[Tensor, Solved]:
+    def run(
+        self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch, report: Report
+    ) -> tuple[Tensor, Solved]:
         """Return the value as rows that have a gradient, and its outcome."""
         raise NotImplementedError

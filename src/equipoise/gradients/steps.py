@@ -26,6 +26,16 @@ class Step:
     image: Tensor
 
 
+def one_step(problem: FunctionProblem, z: Tensor) -> Tensor:
+    """Return ``z`` with the gradient of f at z, in the samples where that is finite."""
+    image = recorded(problem, z)
+    finite = torch.isfinite(image).all(dim=1)
+    if problem.gatherable and not bool(finite.all()):
+        rows = finite.nonzero().squeeze(1)
+        return z.index_copy(0, rows, one_step(problem.take(rows), z.index_select(0, rows))) if len(rows) else z
+    return with_gradient_of(image, z)
+
+
 @options
 class PhantomGradient(GradientRule):
     """The gradient of a few damped steps from the equilibrium on: an approximation without a backward solve.
@@ -78,12 +88,17 @@ class UnrolledGradient(GradientRule):
     decides_value: ClassVar[bool] = True
     steps: int = option(default=10, at_least=1, whole=True)
 
-    def run(self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch) -> tuple[Tensor, Solved]:
+    def run(
+        self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch, report: Report
+    ) -> tuple[Tensor, Solved]:
         if watch.callback is not None:
             raise ValueError("UnrolledGradient runs no solver and calls no callback: omit callback.")
         problem.count = Count()  # the evaluation at the start is not one of the steps
         residuals = []
+        states = {}
         for k in range(self.steps):
+            if k + 1 in watch.keep:
+                states[k + 1] = z
             image = recorded(problem, z) if problem.needs_gradient else problem(z)
             if k == 0 and torch.is_grad_enabled():
                 require_gradient_paths(problem, z, image)
@@ -95,6 +110,7 @@ class UnrolledGradient(GradientRule):
         once = dataclasses.replace(tolerance, max_steps=1)
         solved = solve(problem, z.detach(), image, Picard(), once)  # only measures the residual
         solved.stats.steps = solved.stats.steps + self.steps
+        solved.kept = [states.get(step, z) for step in watch.keep]
         if watch.trace:
             solved.stats.trace = torch.stack([*residuals, solved.stats.residual])
         return z, solved

@@ -152,8 +152,10 @@ class DerivedProblem(Problem):
 class FunctionProblem(Problem):
     """``f(z, *inputs)`` on rows, created by :meth:`start`. A coupled problem has one row, the states of all samples."""
 
-    def __init__(self, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], batch: int, coupled: bool):
-        self.f, self.inputs, self.coupled = f, tuple(inputs), coupled
+    def __init__(
+        self, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], batch: int, coupled: bool, aux: bool = False
+    ):
+        self.f, self.inputs, self.coupled, self.aux = f, tuple(inputs), coupled, aux
         self.layout = Layout(one_sample(z0) if coupled else z0)
         self.device = leaves(z0, "z0")[0][1].device
         outer = current.scope
@@ -172,13 +174,13 @@ class FunctionProblem(Problem):
 
     @classmethod
     def start(
-        cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], *, coupled: bool = False
+        cls, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], *, coupled: bool = False, aux: bool = False
     ) -> tuple[FunctionProblem, Tensor, Tensor]:
         """Check all arguments; return the problem, z0 and f(z0) as rows, with their graphs."""
         require_function(f)
         known_impure, sequence_first = inspect_layers(f)
         z0, batch = initial_value(z0, inputs, coupled)
-        problem = cls(f, z0, inputs, batch, coupled)
+        problem = cls(f, z0, inputs, batch, coupled, aux)
         problem.known_impure, problem.sequence_first = known_impure, sequence_first
         try:
             image = problem.uncompiled().evaluate(z0)  # derives weights and draws masks, which are not compiled
@@ -228,8 +230,17 @@ class FunctionProblem(Problem):
         return self.pack(self.unpack(rows)) if self.coarse else rows
 
     def evaluate(self, value: Any) -> Any:
-        """Call f as the user wrote it, in the autocast mode and the scope of this solve."""
+        """Return f(value), structured like z."""
         self.count.add(self.samples)
+        returned = self.call(value)
+        return pair(returned)[0] if self.aux else returned
+
+    def auxiliary(self, value: Any) -> Any:
+        """Return what f returns beside z at ``value``."""
+        return pair(self.uncompiled().call(value))[1]
+
+    def call(self, value: Any) -> Any:
+        """Call f as the user wrote it, in the autocast mode and the scope of this solve."""
         mode = torch.autocast(self.device.type, **self.autocast) if self.autocast else nullcontext()
         given = [(tensor, version(tensor)) for _, tensor in leaves([value, *self.inputs], "z")]
         recording = nullcontext()
@@ -265,7 +276,8 @@ class FunctionProblem(Problem):
             raise ValueError(
                 f"f must return a value structured like z: z has {len(expected)} tensor(s) nested as "
                 f"{outline(self.layout.nesting)}, f(z) has {len(named)} nested as {outline(image)}. Start a state of "
-                "several tensors from a tuple: z0=(...), or Equilibrium(f, initial=(shape, shape, ...))."
+                "several tensors from a tuple: z0=(...), or Equilibrium(f, initial=(shape, shape, ...)). If f returns "
+                "(z, aux), set aux=True."
             )
         for leaf, (name, tensor) in zip(expected, named, strict=True):
             shape = tuple(leaf.shape) if self.coupled else (self.samples, *leaf.shape)
@@ -339,6 +351,14 @@ FIRST_CALL = (
     "sample (or a tuple of such shapes) to Equilibrium(f, initial=...)."
 )
 SWAPPED = "The state comes first: is f defined as f(x, z) where f(z, x) is called?"
+
+
+def pair(returned: Any) -> tuple[Any, Any]:
+    """Return z and the auxiliary output, or raise."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        of = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
+        raise TypeError(f"with aux=True, f must return a pair (z, aux); it returned a {type(returned).__name__}{of}.")
+    return returned
 
 
 def require_function(f: Any) -> None:

@@ -8,7 +8,7 @@ out of the batch, and counts evaluations. A :class:`Loop` is one solve: :meth:`L
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
@@ -32,6 +32,7 @@ class Watch:
     callback: Callable[[Progress], object] | None = None  # called at every check
     check_every: int = 1  # number of steps between two checks
     keep_states: bool = False  # keep the final state of each sample
+    keep: tuple[int, ...] = ()  # steps whose iterates to keep
 
 
 UNWATCHED = Watch()
@@ -57,6 +58,7 @@ class Solved:
     converged: bool  # whether every sample has
     states: list[tuple[Tensor, Any]]  # samples and their final state, if requested
     record: Any = None  # f recorded at z, if the loop evaluated it there for all samples together
+    kept: list[Tensor] = field(default_factory=list)  # iterates at the steps ``Watch.keep``
 
     @property
     def below_rounding(self) -> bool:
@@ -110,6 +112,7 @@ def solve(
             loop = Loop(scaled, solver, tolerance, watch, inner, scaled.conjugate(finish))
             solved = loop.run(scaled.divided(z), scaled.divided(image))
             solved.z, solved.problem = scaled.multiplied(solved.z), problem
+            solved.kept = [scaled.multiplied(rows) for rows in solved.kept]
     solved.record = records[0] if records and loop.confirmed else None
     return solved
 
@@ -130,6 +133,7 @@ class Loop:
         self.mixing: bool | None = None  # whether f mixes samples; None if not examined
         self.history: list[Tensor] = []
         self.states: list[tuple[Tensor, Any]] = []
+        self.kept: dict[int, Tensor] = {}
 
     def run(self, z: Tensor, image: Tensor) -> Solved:
         self.start(z, image)
@@ -149,7 +153,7 @@ class Loop:
     def measure(self) -> bool:
         """Check the residuals, if a check is due; return whether samples are still active; leave finished ones out."""
         watch, ledger, step = self.watch, self.ledger, self.step
-        if step > 1 and step % watch.check_every and step < self.tolerance.max_steps:
+        if step > 1 and step % watch.check_every and step < self.tolerance.max_steps and step not in watch.keep:
             return True
         was_active = ledger.result == ACTIVE if watch.trace else None
         state: State = self.held[0]
@@ -166,6 +170,8 @@ class Loop:
             self.history.append(last.index_copy(0, self.rows, current))
         if watch.callback is not None:
             watch.callback(Progress(step, self.rows, residual, ledger.result == ACTIVE, state, self.narrow))
+        if step in watch.keep:
+            self.keep(value)
         if watch.keep_states:
             ended = ((ledger.result != ACTIVE) & (ledger.steps == step)).nonzero().squeeze(1)
             self.states.append((self.rows[ended], self.solver.take(state, ended)))
@@ -175,6 +181,13 @@ class Loop:
             if self.gatherable and worth_gathering(len(self.rows), active, self.wasted):
                 self.gather()
         return active > 0
+
+    def keep(self, value: Tensor) -> None:
+        """Keep the iterates of this step: those of finished samples, and where one is not finite, the best so far."""
+        self.put_back()
+        current = (self.ledger.result == ACTIVE)[:, None] & torch.isfinite(value).all(dim=1, keepdim=True)
+        chosen = torch.where(current, value, self.ledger.best)
+        self.kept[self.step] = self.book.best.index_copy(0, self.rows, chosen)
 
     def gather(self) -> None:
         """Continue with the active samples only."""
@@ -233,7 +246,10 @@ class Loop:
         best, converged = book.best, bool((book.result == Result.CONVERGED).all())
         if best is first or not (converged or bool(torch.isfinite(book.residual).all())):
             best = torch.nan_to_num(best, nan=0.0, posinf=0.0, neginf=0.0)  # if z0 was never finite; also copies
-        return Solved(best, book.companion, stats, self.problem, self.solver, self.tolerance, converged, self.states)
+        kept = [self.kept.get(step, best) for step in self.watch.keep]
+        return Solved(
+            best, book.companion, stats, self.problem, self.solver, self.tolerance, converged, self.states, kept=kept
+        )
 
 
 def worth_gathering(rows: int, active: int, wasted: int) -> bool:

@@ -42,7 +42,8 @@ SOLVERS = Registry(
 )
 LINEAR_SOLVERS = {"gmres": "equipoise.solvers:GMRES", "bicgstab": "equipoise.solvers:BiCGStab"}
 BACKWARD_SOLVERS = Registry("solver", {**SOLVERS.entries, **LINEAR_SOLVERS}, Solver)  # the backward problem is linear
-RULES = {name.lower(): f"equipoise.gradients:{name}Gradient" for name in ("Implicit", "Phantom", "Unrolled")}
+RULE_NAMES = ("Implicit", "Phantom", "Reversible", "Unrolled")
+RULES = {name.lower(): f"equipoise.gradients:{name}Gradient" for name in RULE_NAMES}
 GRADIENTS = Registry("gradient", RULES, GradientRule)
 OPTIMIZER_CLASSES = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad")
 OPTIMIZERS = Registry("optimizer", {name.lower(): f"torch.optim:{name}" for name in OPTIMIZER_CLASSES}, Optimizer)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.fixed_point import Equilibrium, watch_solves
-from equipoise.gradients import UnrolledGradient
 from equipoise.lab.data import Batch, Split
 from equipoise.lab.data.base import batches
 from equipoise.lab.files import write_json
@@ -83,9 +82,9 @@ class Learner:
 
     @property
     def solves_to_the_end(self) -> bool:
-        """Whether solves are meant to converge; a few unrolled steps, as in a warm-up, are not."""
+        """Whether solves are meant to converge; a fixed number of steps, as in a warm-up, is not."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, Equilibrium)]
-        return not any(isinstance(layer.gradient, UnrolledGradient) for layer in layers)
+        return not any(layer.gradient.decides_value for layer in layers)
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and facts from which another learner can continue."""
