@@ -1,6 +1,7 @@
 """Train a run: a loop over phases, epochs and batches that can be stopped at any moment and resumed bit for bit."""
 
 import math
+import os
 import shutil
 import signal
 import time
@@ -28,6 +29,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
 from equipoise.lab.runs.machine import Machine, seed_everything, seed_of
+from equipoise.lab.runs.origin import processor
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
@@ -197,6 +199,8 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
         "device": str(machine.device),
         "processes": machine.world,
         "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "processor": processor(),
         "data": [str(folder.resolve()) for folder in folders],
         "begun_in": str(Path.cwd()),
     }
@@ -526,6 +530,8 @@ class Trainer:
                 result["test"] = self.measure(self.data.test, saving=False).record()
         result |= {"steps": state.position.step, "epochs": self.epochs_before[-1], "failed_steps": state.failed}
         result["seconds"] = round(time.monotonic() - self.started, 3)
+        if (origin := self.run.origin()) is not None:
+            result["origin"] = origin
         if self.machine.leads:
             write_json(self.run.folder / "result.json", result)
         self.machine.wait()
