@@ -22,6 +22,8 @@ from equipoise.lab.training.evaluate import format_metric
 
 
 class Mark(StrEnum):
+    """What stored results say of a claim."""
+
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
     NOT_AT_THIS_BUDGET = "not at this budget"
@@ -132,24 +134,23 @@ def judge(claim: Claim, stored: Stored) -> Verdict:
     outcomes: list[bool | None] = []
     final: list[bool] = []
     reasons: list[tuple[str, list[str]]] = []
-    missing = False
+    missing: list[str] = []
     for comparison in claim.holds:
         left, right = value_of(comparison.left, stored), value_of(comparison.right, stored)
         files = [value.file for value in (left, right) if value.file]
         if left.number is None or right.number is None:
-            missing = True
-            lacking = [value.text for value in (left, right) if value.number is None]
-            reasons.append((f"not run: {'; '.join(lacking)}", files))
+            missing += [value.text for value in (left, right) if value.number is None]
             continue
         outcome, margin = compare(comparison, left.number, right.number)
         outcomes.append(outcome)
         final.append(left.full and right.full)
         says = {True: "holds", False: "fails", None: "within the margin"}[outcome]
-        by = f" by more than {margin:.2g}" if margin and comparison.rule in ("above", "below") else ""
-        by = f" up to {margin:.2g}" if margin and comparison.rule in ("reaches", "within") else by
+        amount = f"{100 * margin:.2g} points" if "%" in left.text else f"{margin:.2g}"
+        by = f" {'up to' if comparison.rule in ('reaches', 'within') else 'by more than'} {amount}" if margin else ""
         reasons.append((f"{left.text} {RULES[comparison.rule]} {right.text}{by}: {says}", files))
     if missing:
         mark = Mark.NOT_RUN
+        reasons.append((f"not run: {'; '.join(dict.fromkeys(missing))}", []))
     elif all(outcomes):
         mark = Mark.CONFIRMED
     elif any(outcome is False and (full or claim.any_budget) for outcome, full in zip(outcomes, final, strict=True)):
@@ -196,7 +197,7 @@ def plain_value(spec: ValueSpec, stored: Stored) -> Value:
         if spec.run not in stored.runs:
             return Value(None, f"the run {spec.run}")
         run = stored.runs[spec.run]
-        return measured_value(run, spec.metric, run.asked.budget is None)
+        return measured_value(run, spec.run, spec.metric, run.asked.budget is None)
     if not (stored.folder / spec.file).exists():
         return Value(None, spec.file)
     return file_value(spec, stored)
@@ -207,7 +208,7 @@ def row_value(spec: ValueSpec, stored: Stored) -> Value:
     name, _, label = (part.strip() for part in spec.row.partition(": "))
     source = opened(name)
     if source is None or kind_of(source) is not TableSpec:
-        raise RecipeError(f"a claim compares a row of {name!r}, which is not a table.")
+        return Value(None, f"there is no table {name}")
     table: TableSpec = source.read(TableSpec)
     rows = [row for row in table.rows if row.label == label]
     if not rows:
@@ -223,16 +224,15 @@ def row_value(spec: ValueSpec, stored: Stored) -> Value:
         return Value(None, f"{label}, {metric}")
     cell: Cell = max(cells, key=lambda cell: (cell.budget is None, epochs_of(cell.tables)))
     assert cell.measurement is not None
-    return measured_value(cell.measurement, metric, cell.full)
+    return measured_value(cell.measurement, label, metric, cell.full)
 
 
-def measured_value(measurement: Measurement, metric: str, full: bool) -> Value:
+def measured_value(measurement: Measurement, label: str, metric: str, full: bool) -> Value:
     number = measurement.numbers.get(metric)
     if number is None:
-        return Value(None, f"{metric} of {measurement.label or measurement.name}", measurement.file)
+        return Value(None, f"{metric} of {label}", measurement.file)
     spread = "" if number.spread is None else f" ± {format_metric(metric, number.spread)}"
-    text = f"{format_metric(metric, number.mean)}{spread} ({measurement.label or measurement.name})"
-    return Value(number, text, measurement.file, full)
+    return Value(number, f"{format_metric(metric, number.mean)}{spread} ({label})", measurement.file, full)
 
 
 def file_value(spec: ValueSpec, stored: Stored) -> Value:

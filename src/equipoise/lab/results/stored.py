@@ -17,7 +17,7 @@ import re
 import shlex
 import statistics
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ from equipoise.lab.runs.sources import changed_files, source_digests
 
 ROW = {"label": str, "recipe": str, "metric": str, "measured": (float, int, type(None)), "seeds": int, "folder?": str}
 ROW |= {"spread?": (float, int, type(None)), "parameters?": (int, type(None)), "epochs?": (int, type(None))}
-ROW |= {"seconds?": (float, int, type(None)), "log?": {str: (float, int)}}
+ROW |= {"seconds?": (float, int, type(None)), "costs?": {str: (float, int, type(None))}}
 TABLE = {"title": str, "budget": str, "name?": str, "changes?": [str], "rows": [ROW], "origins?": {str: ORIGIN}}
 
 # Keys without influence on what is trained. A training run may start from the weights of another one, which its
@@ -112,7 +112,8 @@ class Measurement:
     origin: dict[str, Any] | None = None  # as runs record it
     noted: Noted = Noted()
     label: str = ""  # of a row of a stored table
-    log: str = ""  # file
+    logs: tuple[str, ...] = ()  # files
+    metrics: tuple[str, ...] = ()  # names of the numbers that are test metrics of a run
 
     @cached_property
     def recipe_today(self) -> dict[str, Any] | None:
@@ -267,25 +268,26 @@ def read_origins(path: Path) -> dict[str, Noted]:
 def read_runs(folder: Path, name: str, files: list[str], noted: Noted) -> Measurement:
     """Read the results of one run, or of one for each seed."""
     results = [read_json(folder / file, RESULT) for file in files]
-    logs = [log_figures(folder / f"{file.removesuffix('.result.json')}.log.jsonl") for file in files]
-    columns = [numeric(result["test"]) | solves(result["test"]) | log for result, log in zip(results, logs, strict=True)]
+    logs = [file.replace(".result.json", ".log.jsonl") for file in files]
+    figures, tests = [log_figures(folder / log) for log in logs], [result["test"] for result in results]
+    columns = [numeric(test) | solves(test) | logged for test, logged in zip(tests, figures, strict=True)]
     shared = [key for key in columns[0] if all(key in column for column in columns)]
     numbers = {key: Number.of([column[key] for column in columns]) for key in shared}
     first, origin = results[0], results[0].get("origin")
     command = origin["command"] if origin else noted.command
-    log = files[0].replace(".result.json", ".log.jsonl")
     return Measurement(
         name=name,
         file=files[0],
         numbers=numbers,
         asked=Asked.of(command),
         command=command,
-        epochs=first.get("epochs", int(logs[0].get("epochs", 0)) or None),
+        epochs=first.get("epochs", int(figures[0].get("epochs", 0)) or None),
         seconds=sum(result["seconds"] for result in results),
         parameters=first["parameters"],
         origin=origin,
         noted=noted,
-        log=log if (folder / log).exists() else "",
+        logs=tuple(log for log in logs if (folder / log).exists()),
+        metrics=tuple(key for key in numeric(first["test"]) if key in numbers),
     )
 
 
@@ -300,17 +302,20 @@ def read_table(folder: Path, file: str, noted: dict[str, Noted]) -> StoredTable:
         if line["measured"] is None:
             continue
         value = Number(line["measured"], line.get("spread"), line["seeds"])
-        logged = {key: Number(number) for key, number in line.get("log", {}).items()}
+        place = line.get("folder", "").partition("/")[0]
+        logs = sorted(folder.glob(f"{stem_of(file)}.{place}.*log.jsonl")) if place else []
+        costs = with_total({key: cost for key, cost in line.get("costs", {}).items() if cost is not None})
         rows[line["label"], line["metric"]] = Measurement(
             name=name,
             file=file,
-            numbers={**logged, line["metric"]: value},
+            numbers={**{key: Number(cost) for key, cost in costs.items()}, line["metric"]: value},
             asked=Asked(line["recipe"], budget),
             command=shlex.join(words),
             epochs=line.get("epochs", known.epochs),
             seconds=line.get("seconds"),
             parameters=line.get("parameters"),
-            origin=content.get("origins", {}).get(line.get("folder", "").partition("/")[0]),
+            origin=content.get("origins", {}).get(place),
+            logs=tuple(log.relative_to(folder).as_posix() for log in logs),
             noted=known,
             label=line["label"],
         )
@@ -365,23 +370,28 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def figures_of(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return epochs, time per epoch, and evaluations of f per minibatch of a log, averaged over all epochs.
+    """Return epochs, time per epoch, evaluations of f per minibatch, failed solves and peak memory (bytes) of a log.
 
-    The evaluations are those of training steps, forward and backward together: in a splitting method its iterations,
-    in a Neural ODE those of the ODE solver.
+    Evaluations are those of training steps, averaged over all epochs: in a splitting method its iterations, in a Neural
+    ODE those of the ODE solver. Failed solves are those of the last epoch of training.
     """
     epochs = [record for record in records if record["kind"] == "epoch"]
     if not epochs:
         return {}
-    last = epochs[-1]
+    last, solvers = epochs[-1], [epoch.get("train", {}).get("solver", {}) for epoch in epochs]
     figures = {"epochs": last["epoch"], "seconds per epoch": last["seconds"] / last["epoch"]}
-    counts = list(evaluations(epochs))
-    if counts and last["step"]:
-        figures["evaluations per minibatch"] = sum(counts) / last["step"]
-    return figures
+    if peaks := [epoch["peak_memory"] for epoch in epochs if isinstance(epoch.get("peak_memory"), int)]:
+        figures["peak memory"] = max(peaks)
+    if "forward" in solvers[-1]:
+        figures["failed"] = solvers[-1]["forward"]["failed"]
+    for direction in ("forward", "backward"):
+        counts = [solver[direction].get("evaluations", 0) for solver in solvers if direction in solver]
+        if counts and last["step"]:
+            figures[f"{direction} evaluations"] = sum(counts) / last["step"]
+    return with_total(figures)
 
 
-def evaluations(epochs: list[dict[str, Any]]) -> Iterator[int]:
-    for epoch in epochs:
-        for solves in epoch.get("train", {}).get("solver", {}).values():
-            yield solves.get("evaluations", 0)
+def with_total(figures: dict[str, float]) -> dict[str, float]:
+    """Add the evaluations per minibatch, forward and backward together."""
+    parts = [figures[name] for name in ("forward evaluations", "backward evaluations") if name in figures]
+    return {**figures, "evaluations per minibatch": sum(parts)} if parts else figures
