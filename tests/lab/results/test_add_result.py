@@ -11,8 +11,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.results.add_result import add_result, portable, portable_command
 from equipoise.lab.results.stored import read_stored
 from equipoise.lab.runs.folder import RunError
-from equipoise.lab.runs.origin import commit
-from equipoise.lab.runs.sources import source_digests
+from equipoise.lab.runs.sources import commit, source_digests
 
 TABLE = """
 title = "Digits twice"

@@ -22,7 +22,7 @@ def claim(*holds, **options):
     return Claim("A sentence.", "table 1", tuple(holds), **options)
 
 
-def stored_fc(folder, accuracies=(0.97,), budget="small", epochs=12, name="mnist-fc"):
+def stored_fc(folder, accuracies=(0.97,), budget: str | None = "small", epochs=12, name="mnist-fc"):
     command = f"equipoise train mondeq/{name}" + (f" --budget {budget}" if budget else "")
     made = origin(command, f"mondeq/{name}", budget)
     for seed, accuracy in enumerate(accuracies):

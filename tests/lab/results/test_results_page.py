@@ -134,7 +134,10 @@ def result(accuracy=0.97, seconds=60.0, **entries):
     return {**facts, "test": test, "seconds": seconds, **entries}
 
 
-def origin(command="equipoise train mondeq/mnist-fc --budget small", name="mondeq/mnist-fc", budget="small"):
+SMALL_FC = "equipoise train mondeq/mnist-fc --budget small"
+
+
+def origin(command=SMALL_FC, name="mondeq/mnist-fc", budget: str | None = "small"):
     tables = copy.deepcopy(recipe_tables(name, budget) or {})
     del tables["budget"], tables["paper"]
     versions = {"equipoise": "0.1.0", "commit": "0123456789" * 4, "torch": "2.13.0"}
@@ -265,9 +268,14 @@ def test_a_result_without_an_origin_needs_one_by_hand(tmp_path):
 
 
 def test_a_table_fills_its_rows(tmp_path):
-    row = {"label": "MOptEq", "recipe": "opteq/reduced-mopteq", "metric": "accuracy", "folder": "row-7/x-001"}
+    row: dict[str, object] = {
+        "label": "MOptEq",
+        "recipe": "opteq/reduced-mopteq",
+        "metric": "accuracy",
+        "folder": "row-7/x-001",
+    }
     row |= {"measured": 0.5, "spread": 0.02, "seeds": 3, "parameters": 17162, "epochs": 1, "seconds": 600.0}
-    row["costs"] = {"forward evaluations": 4.0, "backward evaluations": 3.5, "peak memory": None}
+    row |= {"costs": {"forward evaluations": 4.0, "backward evaluations": 3.5, "peak memory": None}}
     made = origin("equipoise reproduce opteq/reduced --budget small", "opteq/reduced-mopteq")
     content = {"title": "T", "name": "opteq/reduced", "budget": "small", "changes": [], "rows": [row]}
     store(tmp_path, "opteq/reduced.table.json", {**content, "origins": {"row-7": made}})

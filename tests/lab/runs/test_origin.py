@@ -14,8 +14,8 @@ from equipoise.lab.files import read_json, write_json
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.runs import sources
 from equipoise.lab.runs.folder import open_run
-from equipoise.lab.runs.origin import commit, processor
-from equipoise.lab.runs.sources import CHANGED, PACKAGE, ROOMS, changed_files, code_of, source_digests, still
+from equipoise.lab.runs.machine import processor
+from equipoise.lab.runs.sources import CHANGED, PACKAGE, ROOMS, changed_files, code_of, commit, source_digests, still
 
 
 def by_tokens(text):

@@ -33,8 +33,7 @@ from equipoise.lab.data.files.places import search_path
 from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.recipes.schema import Recipe
-from equipoise.lab.runs.origin import commit
-from equipoise.lab.runs.sources import source_digests, still
+from equipoise.lab.runs.sources import commit, source_digests, still
 from equipoise.lab.trust import NOTHING, Trust
 
 # The shapes of a run's files; see equipoise.lab.files.misfit.

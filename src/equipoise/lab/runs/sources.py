@@ -1,12 +1,13 @@
-"""Digests of the code that a result depends on, which show later whether a change may have moved the result.
+"""The code that a result depends on: its commit, and digests that show later whether the result may have moved.
 
-They cover the files of a recipe's model, task, solver and gradient rule, and everything of the package that these
+Digests cover the files of a recipe's model, task, solver and gradient rule, and everything of the package that these
 import, down to the solvers. Comments, docstrings, empty lines and the code of pictures do not count, nor does the lab:
 it reads data and counts epochs.
 """
 
 import hashlib
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,25 @@ NAME = re.compile(r'"equipoise\.([\w.]+):\w+"')  # in a table of names
 DOCSTRING = re.compile(r'(?:\A|(?<=:\n))[ \t]*r?"""(?:[^"\\]|\\.|"(?!""))*"""', re.S)
 COMMENT = re.compile(r"(?:^[ \t]*|  )#(?: .*|!.*)?$", re.M)
 CHANGED = "changed while training"  # in place of a digest
+
+
+@cache
+def commit(folder: Path = PACKAGE) -> str | None:
+    """Return the commit that a package's folder is checked out from, with "-dirty" after it if a file was changed.
+
+    None if the package does not come from a git checkout, or git is not installed.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+
+    def ask(*words: str) -> str:
+        done = subprocess.run([*git, *words], capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", "__init__.py")  # else it is installed inside somebody else's repository
+        return ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def source_digests(tables: dict[str, Any]) -> dict[str, str]:
