@@ -136,7 +136,7 @@ def test_runs_and_results_say_where_they_come_from(tmp_path):
     assert str(tmp_path) not in (run.folder / "result.json").read_text().replace(origin["command"], "")
     facts["sources"]["solvers/loop.py"] = "0"  # as if the code had changed between start and end
     write_json(run.folder / "run.json", facts, exact=True)
-    assert (run.origin() or {})["sources"]["solvers/loop.py"] == CHANGED
+    assert (run.provenance() or {})["sources"]["solvers/loop.py"] == CHANGED
     del facts["sources"]
     write_json(run.folder / "run.json", facts, exact=True)
-    assert run.origin() is None
+    assert run.provenance() is None

@@ -111,7 +111,7 @@ class Run:
             return None
         return read_json(path, RESULT if (self.folder / "run.json").exists() else {"status": str})  # or of a sweep
 
-    def origin(self) -> dict[str, Any] | None:
+    def provenance(self) -> dict[str, Any] | None:
         """Return where a result of this run comes from, without the places of this machine; None if run.json lacks it.
 
         A file whose code is another one now than at the start of training is marked.

@@ -529,7 +529,7 @@ class Trainer:
                 result["test"] = self.measure(self.data.test, saving=False).record()
         result |= {"steps": state.position.step, "epochs": self.epochs_before[-1], "failed_steps": state.failed}
         result["seconds"] = round(time.monotonic() - self.started, 3)
-        if (origin := self.run.origin()) is not None:
+        if (origin := self.run.provenance()) is not None:
             result["origin"] = origin
         if self.machine.leads:
             write_json(self.run.folder / "result.json", result)
