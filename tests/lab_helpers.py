@@ -344,9 +344,9 @@ def resume(trained: Run, *words: str, expect: int = 0, **settings: object) -> st
 
 
 def timeless(value: Any) -> Any:
-    """The same without times and without where it is."""
+    """The same without times and without where it is and comes from."""
     if isinstance(value, dict):
-        return {key: timeless(entry) for key, entry in value.items() if key not in ("seconds", "folder")}
+        return {key: timeless(entry) for key, entry in value.items() if key not in ("seconds", "folder", "origin")}
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
 

@@ -644,6 +644,42 @@ def print_report(machine: Machine, folders: Sequence[Path], runs: list[Run], out
         print(f"report            {printable(path)}")
 
 
+@command(
+    "equipoise results --add runs/mondeq-mnist-fc-001 --as mondeq/mnist-fc",
+    path(
+        "--add", metavar="FOLDER", help="finished run, sweep, table or figure to copy into the folder of results first"
+    ),
+    argument("--as", dest="name", metavar="NAME", help="name of the result that is added, such as mondeq/mnist-fc"),
+    argument("--check", action="store_true", help="write nothing; exit with code 1 if the page is out of date"),
+    path("--folder", default=Path("results"), metavar="DIR", help="folder of results (default: results)"),
+    path("--out", default=Path("docs/results.md"), metavar="FILE", help="page to write (default: docs/results.md)"),
+)
+def results(arguments: argparse.Namespace) -> int:
+    """Generate the page of all results, with every table and claim of the papers, from a folder of stored results."""
+    from equipoise.lab.results.results_page import difference, results_page, write_page
+
+    if (arguments.add is None) != (arguments.name is None) or (arguments.add and arguments.check):
+        raise ValueError("--add FOLDER and --as NAME go together, without --check.")
+    if arguments.add is not None:
+        from equipoise.lab.results.add_result import add_result
+
+        for file in add_result(arguments.add, arguments.name, arguments.folder):
+            print(f"stored            {printable(file)}")
+    if arguments.check:
+        if text := difference(results_page(arguments.folder, arguments.out), arguments.out):
+            print(text)
+            return 1
+        print(f"up to date        {printable(arguments.out)}")
+        return 0
+    page = write_page(arguments.folder, arguments.out)
+    print(f"claims            {', '.join(f'{count} {mark}' for mark, count in sorted(page.marks.items())) or 'none'}")
+    print(f"rows              {page.measured} of {page.rows} measured")
+    for file, moved in page.stale:
+        print(f"stale             {printable(file)}: {', '.join(moved[:3])}{', ...' if moved[3:] else ''}")
+    print(f"written           {printable(arguments.out)}")
+    return 0
+
+
 def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
     from equipoise.lab.runs.folder import open_run
 

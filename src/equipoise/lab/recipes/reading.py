@@ -321,6 +321,7 @@ class RecipeFile:
 
 
 SAVED = {"recipe": str, "folder": str, "tables": dict}
+CLAIMS = "claims.toml"  # what a paper claims, in the folder of its recipes
 # The name of each kind of file, and the command that it is for
 KINDS = {Recipe: ("recipe", "train"), TableSpec: ("table", "reproduce"), FigureSpec: ("figure", "figure")}
 
@@ -399,7 +400,8 @@ def recipes_folder() -> Path:
 def recipe_names() -> list[str]:
     """Return the names of every recipe, table and figure in the package."""
     folder = recipes_folder()
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.toml"))
+    files = (path for path in folder.rglob("*.toml") if path.name != CLAIMS)
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in files)
 
 
 def budget_changes(sources: Sequence[RecipeFile]) -> str:

@@ -74,6 +74,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     source = open_recipe(asked["name"], trust=trust, kind=TableSpec)
     table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
+    origins: dict[str, dict[str, Any] | None] = {}  # of the first seed of every training
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
     introduce(table, budget, recipes, source, machine)
@@ -86,7 +87,11 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
             trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
             if machine.leads:
                 lines.append(measured(row, trained))
-                write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
+                origins[f"row-{number}"] = (runs_in(trained)[0].result or {}).get("origin")
+                facts = {"name": source.name, "title": table.title, "budget": budget or "paper"}
+                facts |= {"changes": asked["changes"], "rows": lines}
+                known = {place: origin for place, origin in origins.items() if origin is not None}
+                write_json(folder / "table.json", {**facts, "origins": known})
                 write_text(folder / "table.md", markdown(table, lines, budget, len(pairs)))
     finally:  # finished rows are shown also when training is stopped
         if machine.leads and lines:
@@ -118,8 +123,9 @@ def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list
 
 def measured(row: Row, folder: Path) -> dict[str, Any]:
     """Return the result of a trained row: one number, or mean and standard deviation over seeds."""
-    runs = [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
-    summary = summarize([run.result or {} for run in runs])
+    runs = runs_in(folder)
+    results = [run.result or {} for run in runs]
+    summary = summarize(results)
     if row.metric not in summary:
         raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
     return {
@@ -131,9 +137,16 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
         "measured": summary[row.metric]["mean"],
         "spread": summary[row.metric]["spread"] if len(runs) > 1 else None,
         "seeds": len(runs),
-        "parameters": (runs[0].result or {}).get("parameters"),
+        "parameters": results[0].get("parameters"),
+        "epochs": results[0].get("epochs"),
+        "seconds": sum(result.get("seconds", 0) for result in results),
         "folder": f"{folder.parent.name}/{folder.name}",
     }
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """Return the run in a folder, or those of a sweep."""
+    return [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
 
 
 def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, total: int) -> str:

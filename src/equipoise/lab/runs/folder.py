@@ -1,13 +1,13 @@
 """Run folders: a fixed layout, never overwritten.
 
     runs/core-digits-001/
-        run.json                     the recipe with all changes, the command, versions, the machine
+        run.json                     the recipe with all changes, the command, versions, the machine, digests of code
         log.jsonl                    one line every few steps and one per epoch
         log.damaged                  unreadable lines of the log, moved here unchanged when the run was resumed
         checkpoints/last.safetensors checkpoint to continue from
         checkpoints/best.safetensors best weights by the validation metric
         checkpoints/epoch-0005.safetensors  weights after an epoch, if the recipe keeps them
-        result.json                  written at the end of training
+        result.json                  written at the end of training; says where it comes from
         report.html, report.md       written by `equipoise report`
         tensorboard/                 if tensorboard is installed
 
@@ -33,18 +33,22 @@ from equipoise.lab.data.files.places import search_path
 from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.recipes.schema import Recipe
+from equipoise.lab.runs.sources import commit, source_digests, still
 from equipoise.lab.trust import NOTHING, Trust
 
 # The shapes of a run's files; see equipoise.lab.files.misfit.
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
-RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict}
+RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict, "sources?": {str: str}}
 MEASURED = (*NUMBER, type(None))  # None for a number that was not finite
 STEPS, RESIDUAL = {"median": int, "90%": int, "most": int}, {"median": MEASURED, "worst": MEASURED}
 SOLVER = {"samples": int, "failed": NUMBER, "results": {str: int}, "steps": STEPS, "residual": RESIDUAL}
 METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
 BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
 RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
-RESULT |= {"test_of_last?": METRICS, "best?": BEST}
+# Where a result comes from; results of earlier versions do not say it.
+ORIGIN = {"recipe": str, "tables": dict, "command": str, "started": str, "sources": {str: str}}
+ORIGIN |= {"versions": {str: (str, type(None))}, "machine": {str: (str, int, type(None))}}
+RESULT |= {"test_of_last?": METRICS, "best?": BEST, "epochs?": int, "failed_steps?": int, "origin?": ORIGIN}
 LINE = {"kind": str, "step": int}  # of log.jsonl
 EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
     f"{split}?": METRICS for split in ("train", "val", "test")
@@ -106,6 +110,19 @@ class Run:
         if not path.exists():
             return None
         return read_json(path, RESULT if (self.folder / "run.json").exists() else {"status": str})  # or of a sweep
+
+    def provenance(self) -> dict[str, Any] | None:
+        """Return where a result of this run comes from, without the places of this machine; None if run.json lacks it.
+
+        A file whose code is another one now than at the start of training is marked.
+        """
+        facts = self.facts
+        tables = {key: value for key, value in facts["tables"].items() if key not in ("budget", "paper")}
+        machine = {key: value for key, value in facts["machine"].items() if key not in ("data", "begun_in")}
+        origin = {key: facts.get(key) for key in ("recipe", "command", "started", "versions")}
+        origin |= {"sources": still(facts.get("sources", {}), source_digests(facts["tables"]))}
+        origin |= {"machine": machine, "tables": tables}
+        return None if "sources" not in facts or misfit(origin, ORIGIN) else origin
 
     def data_folders(self, given: Sequence[Path]) -> list[Path]:
         """Return where to look for data: the folders given now, those given at the start, then the usual ones.
@@ -294,6 +311,7 @@ def create(folder: Path, source: RecipeFile, **machine: Any) -> Run:
         raise RunError(f"{folder} is a run already, and runs are never overwritten: equipoise resume {folder}.")
     versions = {
         "equipoise": equipoise.__version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -304,6 +322,7 @@ def create(folder: Path, source: RecipeFile, **machine: Any) -> Run:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "machine": machine,
+        "sources": source_digests(source.tables),
     }
     write_json(folder / "run.json", facts, exact=True)  # exact: `schedule.end = inf` is a sensible option
     return Run(folder, source.where.trust)

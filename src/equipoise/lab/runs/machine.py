@@ -3,11 +3,13 @@
 import ctypes
 import hashlib
 import os
+import platform
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +120,17 @@ def keep_freed_memory() -> None:
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@cache
+def processor() -> str:
+    """Return the name of the processor, such as "AMD EPYC 7763 64-Core Processor"."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def choose_device(name: str | None, local_rank: int | None) -> torch.device:

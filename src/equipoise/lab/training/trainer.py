@@ -1,6 +1,7 @@
 """Train a run: a loop over phases, epochs and batches that can be stopped at any moment and resumed bit for bit."""
 
 import math
+import os
 import shutil
 import signal
 import time
@@ -26,7 +27,7 @@ from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
-from equipoise.lab.runs.machine import Machine, seed_everything, seed_of
+from equipoise.lab.runs.machine import Machine, processor, seed_everything, seed_of
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
@@ -196,6 +197,8 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
         "device": str(machine.device),
         "processes": machine.world,
         "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "processor": processor(),
         "data": [str(folder.resolve()) for folder in folders],
         "begun_in": str(Path.cwd()),
     }
@@ -525,6 +528,8 @@ class Trainer:
                 result["test"] = self.measure(self.data.test, saving=False).record()
         result |= {"steps": state.position.step, "epochs": self.epochs_before[-1], "failed_steps": state.failed}
         result["seconds"] = round(time.monotonic() - self.started, 3)
+        if (origin := self.run.provenance()) is not None:
+            result["origin"] = origin
         if self.machine.leads:
             write_json(self.run.folder / "result.json", result)
         self.machine.wait()

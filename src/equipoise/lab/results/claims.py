@@ -1,0 +1,264 @@
+"""Claims of a paper, and what stored results say of each: confirmed, refuted, not at this budget, or not run.
+
+``claims.toml`` in the folder of a paper lists them: the sentence, where it is in the paper, and comparisons of stored
+values that must all hold. A mark is computed from these alone; nobody writes it.
+"""
+
+import math
+import operator
+import tomllib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+from equipoise.lab.files import read_json
+from equipoise.lab.recipes.reading import RecipeError, Where, kind_of, read
+from equipoise.lab.recipes.schema import TableSpec
+from equipoise.lab.results.stored import Measurement, Number, Stored, opened, read_log
+from equipoise.lab.results.table_rows import Cell, cells_of, epochs_of
+from equipoise.lab.training.evaluate import format_metric
+
+
+class Mark(StrEnum):
+    """What stored results say of a claim."""
+
+    CONFIRMED = "confirmed"
+    REFUTED = "refuted"
+    NOT_AT_THIS_BUDGET = "not at this budget"
+    NOT_RUN = "not run"
+
+
+RULES = {"above": ">", "below": "<", "reaches": "≥", "within": "≈"}
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """A stored value: a number, a row of a table, a metric of a run, or a place in a file of the results.
+
+    Args:
+        row: "mondeq/table1: label of the row"; with ``paper`` its published number instead of the measured one
+        run: name of a stored run, such as "mondeq/mnist-fc"
+        metric: metric of the row or the run; the row's own by default
+        file: JSON file or log of the results
+        at: path in the file: keys, numbers of entries (-1 is the last), "*" for every entry, "key=value" for the
+            entries of a list with this value
+        take: what to take of several entries
+        over: value to divide by
+    """
+
+    number: float | None = None
+    row: str = ""
+    paper: bool = False
+    run: str = ""
+    metric: str = ""
+    file: str = ""
+    at: tuple[str, ...] = ("*",)
+    take: Literal["only", "least", "most", "mean"] = "only"
+    over: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What must hold: ``left`` is above, below, within or reaches (is at least, up to the margin) ``right``.
+
+    The margin is ``by``, or the standard deviations over seeds, sqrt(a^2 + b^2), if that is larger.
+    """
+
+    left: ValueSpec
+    rule: Literal["above", "below", "reaches", "within"]
+    right: ValueSpec
+    by: float = 0.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper.
+
+    Args:
+        any_budget: whether the claim does not depend on how long the models were trained
+        note: what the reader of the verdict should know
+    """
+
+    claim: str
+    where: str
+    holds: tuple[Comparison, ...]
+    any_budget: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ClaimList:
+    """The claims of a paper, and its name as a heading."""
+
+    claims: tuple[Claim, ...]
+    paper: str = ""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a comparison; without a number if it was not run."""
+
+    number: Number | None
+    text: str
+    file: str = ""
+    full: bool = True  # measured at the paper's budget, or printed in the paper
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The mark of a claim, and what decides it: for each comparison, a sentence and the files of its values."""
+
+    claim: Claim
+    mark: Mark
+    reasons: list[tuple[str, list[str]]]
+
+
+def read_claims(path: Path) -> ClaimList:
+    """Read a file of claims; a mistake is reported with its line."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: {error}.") from None
+    return read(ClaimList, tables, (), Where(str(path), text))
+
+
+def judge(claim: Claim, stored: Stored) -> Verdict:
+    """Compare the stored values of a claim, and mark it.
+
+    Not run: a value is missing. Confirmed: every comparison holds. Refuted: one fails, although its values were
+    measured at the paper's budget or the claim does not depend on the budget. Otherwise the results do not decide it.
+    """
+    outcomes: list[bool | None] = []
+    final: list[bool] = []
+    reasons: list[tuple[str, list[str]]] = []
+    missing: list[str] = []
+    for comparison in claim.holds:
+        left, right = value_of(comparison.left, stored), value_of(comparison.right, stored)
+        files = [value.file for value in (left, right) if value.file]
+        if left.number is None or right.number is None:
+            missing += [value.text for value in (left, right) if value.number is None]
+            continue
+        outcome, margin = compare(comparison, left.number, right.number)
+        outcomes.append(outcome)
+        final.append(left.full and right.full)
+        says = {True: "holds", False: "fails", None: "within the margin"}[outcome]
+        amount = f"{100 * margin:.2g} points" if "%" in left.text else f"{margin:.2g}"
+        by = f" {'up to' if comparison.rule in ('reaches', 'within') else 'by more than'} {amount}" if margin else ""
+        reasons.append((f"{left.text} {RULES[comparison.rule]} {right.text}{by}: {says}", files))
+    if missing:
+        mark = Mark.NOT_RUN
+        reasons.append((f"not run: {'; '.join(dict.fromkeys(missing))}", []))
+    elif all(outcomes):
+        mark = Mark.CONFIRMED
+    elif any(outcome is False and (full or claim.any_budget) for outcome, full in zip(outcomes, final, strict=True)):
+        mark = Mark.REFUTED
+    else:
+        mark = Mark.NOT_AT_THIS_BUDGET
+    return Verdict(claim, mark, reasons)
+
+
+def compare(comparison: Comparison, left: Number, right: Number) -> tuple[bool | None, float]:
+    """Return whether a comparison holds, None within the margin, and the margin."""
+    margin = max(comparison.by, math.hypot(left.spread or 0.0, right.spread or 0.0))
+    gap = left.mean - right.mean
+    if comparison.rule == "within":
+        return abs(gap) <= margin, margin
+    if comparison.rule == "reaches":
+        return gap >= -margin, margin
+    gap = gap if comparison.rule == "above" else -gap
+    return (True if gap > margin else False if gap < -margin or margin == 0 else None), margin
+
+
+# Values
+
+
+def value_of(spec: ValueSpec, stored: Stored) -> Value:
+    """Look up a stored value."""
+    value = plain_value(spec, stored)
+    if spec.over is None:
+        return value
+    below = value_of(read(ValueSpec, spec.over, (), Where("claims")), stored)
+    if value.number is None or below.number is None:
+        return value if value.number is None else below
+    ratio = Number(value.number.mean / below.number.mean)
+    text = f"{ratio.mean:.3g} ({value.text} / {below.text})"
+    return Value(ratio, text, value.file or below.file, value.full and below.full)
+
+
+def plain_value(spec: ValueSpec, stored: Stored) -> Value:
+    if spec.number is not None:
+        return Value(Number(spec.number), f"{spec.number:.4g}")
+    if spec.row:
+        return row_value(spec, stored)
+    if spec.run:
+        if spec.run not in stored.runs:
+            return Value(None, f"the run {spec.run}")
+        run = stored.runs[spec.run]
+        return measured_value(run, spec.run, spec.metric, run.asked.budget is None)
+    if not (stored.folder / spec.file).exists():
+        return Value(None, spec.file)
+    return file_value(spec, stored)
+
+
+def row_value(spec: ValueSpec, stored: Stored) -> Value:
+    """Look up a row: of several budgets, the one with most epochs counts."""
+    name, _, label = (part.strip() for part in spec.row.partition(": "))
+    source = opened(name)
+    if source is None or kind_of(source) is not TableSpec:
+        return Value(None, f"there is no table {name}")
+    table: TableSpec = source.read(TableSpec)
+    rows = [row for row in table.rows if row.label == label]
+    if not rows:
+        return Value(None, f"{name} has no row {label!r}")
+    row = next((row for row in rows if row.metric == spec.metric), rows[0])
+    metric = spec.metric or row.metric
+    if spec.paper:
+        if row.paper is None:
+            return Value(None, f"the paper's number of {label!r}")
+        return Value(Number(row.paper, row.spread), f"{format_metric(metric, row.paper)} in the paper")
+    cells = [cell for cell in cells_of(name, table, row, stored) if cell.measurement is not None]
+    if not cells:
+        return Value(None, f"{label}, {metric}")
+    cell: Cell = max(cells, key=lambda cell: (cell.budget is None, epochs_of(cell.tables)))
+    assert cell.measurement is not None
+    return measured_value(cell.measurement, label, metric, cell.full)
+
+
+def measured_value(measurement: Measurement, label: str, metric: str, full: bool) -> Value:
+    number = measurement.numbers.get(metric)
+    if number is None:
+        return Value(None, f"{metric} of {label}", measurement.file)
+    spread = "" if number.spread is None else f" ± {format_metric(metric, number.spread)}"
+    return Value(number, f"{format_metric(metric, number.mean)}{spread} ({label})", measurement.file, full)
+
+
+def file_value(spec: ValueSpec, stored: Stored) -> Value:
+    """Look up a place in a file; its models were not trained at the paper's budget, as far as the file says."""
+    path = stored.folder / spec.file
+    content = read_log(path) if spec.file.endswith(".jsonl") else read_json(path)
+    found = reduce(lambda places, key: [entry for place in places for entry in step(place, key)], spec.at, [content])
+    numbers = [float(entry) for entry in found if isinstance(entry, int | float)]
+    where = " / ".join(spec.at)
+    if not numbers or (spec.take == "only" and len(found) > 1):
+        raise RecipeError(f"{spec.file} has {len(found)} values at {where}: a claim needs one, or `take` of several.")
+    take = {"only": max, "least": min, "most": max, "mean": lambda n: reduce(operator.add, n) / len(n)}[spec.take]
+    number = Number(take(numbers))
+    return Value(number, f"{number.mean:.4g}", spec.file, full=False)
+
+
+def step(place: Any, key: str) -> list[Any]:
+    """Return the entries of a table or list at one part of a path."""
+    if key == "*":
+        return list(place.values() if isinstance(place, dict) else place if isinstance(place, list) else [])
+    if isinstance(place, dict):
+        return [place[key]] if key in place else []
+    if not isinstance(place, list):
+        return []
+    if "=" in key:
+        name, _, value = key.partition("=")
+        return [[entry for entry in place if isinstance(entry, dict) and str(entry.get(name)) == value]]
+    number = int(key) if key.lstrip("-").isdecimal() else len(place)
+    return [place[number]] if -len(place) <= number < len(place) else []

@@ -1,0 +1,161 @@
+"""`equipoise results --add` stores exactly what a result needs, and nothing of the machine it was made on."""
+
+import json
+import shutil
+from unittest import mock
+
+import pytest
+
+from equipoise.cli import main
+from equipoise.lab.files import read_json
+from equipoise.lab.results.add_result import add_result, portable, portable_command
+from equipoise.lab.results.stored import read_stored
+from equipoise.lab.runs.folder import RunError
+from equipoise.lab.runs.sources import commit, source_digests
+
+TABLE = """
+title = "Digits twice"
+
+[[rows]]
+label = "two seeds"
+recipe = "core/digits"
+changes = {seeds = 2, "optimizer.lr" = 0.002}
+
+[[rows]]
+label = "the loss of the same runs"
+recipe = "core/digits"
+metric = "loss"
+changes = {seeds = 2, "optimizer.lr" = 0.002}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    words = ["train", "core/digits", "--budget", "smoke", "--threads", "1", "--runs", str(folder)]
+    with mock.patch("sys.argv", ["equipoise", *words]):  # which a run records
+        assert main(words) == 0
+    return folder / "core-digits-001"
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tables")
+    (folder / "pair.toml").write_text(TABLE)
+    words = ["reproduce", str(folder / "pair.toml"), "--budget", "smoke", "--threads", "1", "--runs", str(folder)]
+    assert main(words) == 0
+    return folder / "pair-001"
+
+
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+def files_in(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_is_stored_with_its_log_and_pictures(trained, results, tmp_path, capsys):
+    run = tmp_path / "copy"
+    shutil.copytree(trained, run)
+    (run / "core-convergence.png").write_bytes(b"a picture")
+    (run / "core-convergence.json").write_text('{"runs": []}')
+    page = tmp_path / "docs" / "results.md"
+    words = ["results", "--add", str(run), "--as", "core/digits", "--folder", str(results), "--out", str(page)]
+    assert main(words) == 0
+    names = ["core/digits-convergence.json", "core/digits-convergence.png", "core/digits.log.jsonl"]
+    assert files_in(results) == [*names, "core/digits.result.json"]
+    assert f"stored            {results / 'core' / 'digits.result.json'}\n" in capsys.readouterr().out
+    for file in results.rglob("*.json*"):
+        assert str(trained.parent.parent) not in file.read_text()
+    stored = read_stored(results).runs["core/digits"]
+    assert stored.command == "equipoise train core/digits --budget smoke"
+    assert stored.origin is not None
+    assert stored.origin["versions"]["commit"] == commit()
+    assert stored.origin["sources"] == source_digests(stored.origin["tables"])
+    assert stored.moved(stored.recipe_today) == []
+    assert (results / "core/digits.log.jsonl").read_bytes() == (trained / "log.jsonl").read_bytes()
+    text = page.read_text()
+    assert "[digits.result.json](../results/core/digits.result.json), [log](../results/core/digits.log.jsonl)" in text
+    assert "| current | `equipoise train core/digits --budget smoke` |" in text
+
+
+def test_a_table_is_stored_with_mean_spread_and_logs(reproduced, results):
+    table = read_json(reproduced / "table.json")
+    assert table["name"] == "pair"
+    assert [row["epochs"] for row in table["rows"]] == [1, 1]
+    assert list(table["origins"]) == ["row-1"]
+    add_result(reproduced, "core/pair", results)
+    logs = [f"core/pair.row-1.seed-{seed}.log.jsonl" for seed in (0, 1)]
+    assert files_in(results) == [*logs, "core/pair.table.json"]
+    assert str(reproduced.parent) not in (results / "core/pair.table.json").read_text()
+    ((_, row), _) = read_stored(results).tables[0].rows.items()
+    assert row.logs == tuple(logs)
+    assert row.numbers["accuracy"].seeds == 2
+    values = [read_json(reproduced / f"row-1/core-digits-001/seed-{seed}/result.json")["test"] for seed in (0, 1)]
+    assert row.numbers["accuracy"].mean == pytest.approx(sum(value["accuracy"] for value in values) / 2)
+    assert row.origin is not None
+    assert row.moved(row.origin["tables"]) == []
+
+
+def test_a_sweep_is_stored_seed_by_seed(reproduced, results):
+    add_result(reproduced / "row-1" / "core-digits-001", "core/digits", results)
+    names = [f"core/digits.seed-{seed}.{kind}" for seed in (0, 1) for kind in ("log.jsonl", "result.json")]
+    assert files_in(results) == names
+    (run,) = read_stored(results).runs.values()
+    assert run.numbers["accuracy"].seeds == 2
+    assert run.numbers["accuracy"].spread is not None
+
+
+def test_a_figure_is_stored_with_its_command(trained, results, tmp_path):
+    folder = tmp_path / "figure"
+    (folder / "recipe-1").mkdir(parents=True)
+    shutil.copytree(trained, folder / "recipe-1" / "core-digits-001")
+    asked = {"name": "core/convergence", "budget": "smoke", "changes": ["samples=8"], "data": ["/data"]}
+    (folder / "figure.json").write_text(json.dumps(asked))
+    with pytest.raises(RunError, match="has nothing to add"):
+        add_result(folder, "core/digits-convergence", results)
+    (folder / "core-convergence.png").write_bytes(b"a picture")
+    (folder / "core-convergence.json").write_text('{"runs": [1]}')
+    add_result(folder, "core/digits-convergence", results)
+    assert files_in(results) == ["core/digits-convergence.json", "core/digits-convergence.png"]
+    content = read_json(results / "core/digits-convergence.json")
+    assert content["runs"] == [1]
+    assert content["origin"]["command"] == "equipoise figure core/convergence --budget smoke samples=8"
+    assert content["origin"]["versions"]["commit"] == commit()
+    assert read_stored(results).command_of("core/digits-convergence.png") == content["origin"]["command"]
+
+
+def test_what_cannot_be_stored_is_refused_with_a_sentence(trained, results, tmp_path):
+    def refused(folder, name="core/digits", to=results):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            add_result(folder, name, to)
+        assert files_in(results) == []
+        return str(error.value)
+
+    assert "--as is '../digits'; it must be a name like mondeq/mnist-fc" in refused(trained, "../digits")
+    assert "--as is 'digits'" in refused(trained, "digits")
+    assert "is not the folder of a run, sweep, table or figure" in refused(tmp_path)
+    assert "there is no folder" in refused(trained, to=tmp_path / "nowhere")
+    run = tmp_path / "unfinished"
+    shutil.copytree(trained, run)
+    content = read_json(run / "result.json")
+    del content["origin"]
+    (run / "result.json").write_text(json.dumps(content))
+    assert "does not record where it comes from: an earlier version trained it." in refused(run)
+    (run / "result.json").unlink()
+    assert "is interrupted; only finished runs are added: equipoise resume" in refused(run)
+
+
+def test_commands_and_origins_lose_their_places():
+    command = "equipoise train core/mnist --budget small --runs /tmp/a --data '/my data' --threads 2 --report seeds=3"
+    assert portable_command(command) == "equipoise train core/mnist --budget small seeds=3"
+    assert portable_command("equipoise train /home/me/x.toml radius=8/255 training.init_from=../runs/a-001") == (
+        "equipoise train x.toml radius=8/255 training.init_from=a-001"
+    )
+    assert portable_command("equipoise train a/b --runs=/tmp/a --data=/b") == "equipoise train a/b"
+    made = {"recipe": "x", "command": "equipoise train /a/x.toml", "tables": {"training": {"init_from": "/a/b"}}}
+    assert portable(made)["tables"] == {"training": {"init_from": "b"}}
+    assert made["tables"] == {"training": {"init_from": "/a/b"}}

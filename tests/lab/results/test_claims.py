@@ -1,0 +1,180 @@
+"""Marks of claims follow from stored numbers by their rules."""
+
+import json
+
+import pytest
+from test_results_page import origin, result, store
+
+from equipoise.lab.recipes.reading import RecipeError
+from equipoise.lab.results.claims import Claim, Comparison, Mark, ValueSpec, judge, read_claims, value_of
+from equipoise.lab.results.results_page import results_page
+from equipoise.lab.results.stored import read_stored
+
+FC, CONV = "mondeq/table1: MNIST, fully connected, 84K", "mondeq/table1: MNIST, single convolution, 84K"
+ROW = ValueSpec(row=FC)
+
+
+def number(value):
+    return ValueSpec(number=value)
+
+
+def claim(*holds, **options):
+    return Claim("A sentence.", "table 1", tuple(holds), **options)
+
+
+def stored_fc(folder, accuracies=(0.97,), budget: str | None = "small", epochs=12, name="mnist-fc"):
+    command = f"equipoise train mondeq/{name}" + (f" --budget {budget}" if budget else "")
+    made = origin(command, f"mondeq/{name}", budget)
+    for seed, accuracy in enumerate(accuracies):
+        store(folder, f"mondeq/{name}.seed-{seed}.result.json", result(accuracy, epochs=epochs, origin=made))
+    return read_stored(folder)
+
+
+def mark(folder, *holds, stored=None, **options):
+    return judge(claim(*holds, **options), stored or stored_fc(folder)).mark
+
+
+@pytest.mark.parametrize(
+    ("rule", "right", "by", "said"),
+    [
+        ("above", 0.96, 0.0, Mark.CONFIRMED),
+        ("above", 0.98, 0.0, Mark.NOT_AT_THIS_BUDGET),
+        ("above", 0.965, 0.01, Mark.NOT_AT_THIS_BUDGET),  # within the margin
+        ("below", 0.98, 0.0, Mark.CONFIRMED),
+        ("below", 0.96, 0.0, Mark.NOT_AT_THIS_BUDGET),
+        ("reaches", 0.975, 0.01, Mark.CONFIRMED),
+        ("reaches", 0.99, 0.01, Mark.NOT_AT_THIS_BUDGET),
+        ("reaches", 0.5, 0.0, Mark.CONFIRMED),
+        ("within", 0.975, 0.01, Mark.CONFIRMED),
+        ("within", 0.5, 0.01, Mark.NOT_AT_THIS_BUDGET),
+    ],
+)
+def test_a_short_training_run_confirms_or_leaves_open(tmp_path, rule, right, by, said):
+    assert mark(tmp_path, Comparison(ROW, rule, number(right), by)) == said
+
+
+def test_at_the_budget_of_the_paper_what_fails_is_refuted(tmp_path):
+    stored = stored_fc(tmp_path, (0.97,), None, 40)
+    assert mark(tmp_path, Comparison(ROW, "above", number(0.98)), stored=stored) == Mark.REFUTED
+    assert mark(tmp_path, Comparison(ROW, "above", number(0.969), 0.01), stored=stored) == Mark.NOT_AT_THIS_BUDGET
+    stopped_early = stored_fc(tmp_path, (0.97,), None, 39)
+    assert mark(tmp_path, Comparison(ROW, "above", number(0.98)), stored=stopped_early) == Mark.NOT_AT_THIS_BUDGET
+
+
+def test_a_claim_about_any_budget_is_refuted_by_a_short_run(tmp_path):
+    assert mark(tmp_path, Comparison(ROW, "above", number(0.98)), any_budget=True) == Mark.REFUTED
+    assert mark(tmp_path, Comparison(ROW, "above", number(0.96)), any_budget=True) == Mark.CONFIRMED
+
+
+def test_a_missing_value_is_not_run_whatever_else_fails(tmp_path):
+    stored = stored_fc(tmp_path, (0.97,), None, 40)
+    fails, missing = Comparison(ROW, "above", number(0.98)), Comparison(ValueSpec(row=CONV), "above", ROW)
+    verdict = judge(claim(fails, missing), stored)
+    assert verdict.mark == Mark.NOT_RUN
+    assert verdict.reasons[-1] == ("not run: MNIST, single convolution, 84K, accuracy", [])
+    for spec in (
+        ValueSpec(run="mondeq/nothing", metric="accuracy"),
+        ValueSpec(run="mondeq/mnist-fc", metric="no such metric"),
+        ValueSpec(file="mondeq/nothing.json", at=("a",)),
+        ValueSpec(row="mondeq/table1: no such row"),
+        ValueSpec(row="no/table: row"),
+        ValueSpec(row="core/table: MNIST", paper=True),  # without a printed number
+        ValueSpec(number=1.0, over={"run": "mondeq/nothing"}),
+    ):
+        assert mark(tmp_path, Comparison(spec, "above", number(0)), stored=stored) == Mark.NOT_RUN
+
+
+def test_seeds_have_to_differ_by_more_than_their_spread(tmp_path):
+    stored_fc(tmp_path, (0.96, 0.98))  # 0.97 +- 0.014
+    stored = stored_fc(tmp_path, (0.98, 0.99), name="mnist-conv")  # 0.985 +- 0.007: sqrt(a^2 + b^2) is 0.0158
+    comparison = Comparison(ValueSpec(row=CONV), "above", ROW)
+    verdict = judge(claim(comparison), stored)
+    assert verdict.mark == Mark.NOT_AT_THIS_BUDGET
+    ((said, files),) = verdict.reasons
+    assert said == (
+        "98.50% ± 0.71% (MNIST, single convolution, 84K) > 97.00% ± 1.41% (MNIST, fully connected, 84K) "
+        "by more than 1.6 points: within the margin"
+    )
+    assert files == ["mondeq/mnist-conv.seed-0.result.json", "mondeq/mnist-fc.seed-0.result.json"]
+    stored = stored_fc(tmp_path, (0.985, 0.995), name="mnist-conv")
+    assert judge(claim(comparison), stored).mark == Mark.CONFIRMED
+
+
+def test_the_number_of_the_paper_brings_its_spread(tmp_path):
+    stored = stored_fc(tmp_path, (0.9805,))
+    comparison = Comparison(ROW, "reaches", ValueSpec(row=FC, paper=True))
+    assert judge(claim(comparison), stored).mark == Mark.CONFIRMED  # 98.1 +- 0.1
+    assert judge(claim(comparison), stored_fc(tmp_path, (0.979,))).mark == Mark.NOT_AT_THIS_BUDGET
+
+
+def test_the_longest_budget_counts(tmp_path):
+    stored_fc(tmp_path)
+    made = origin("equipoise train mondeq/mnist-fc", "mondeq/mnist-fc", None)
+    store(tmp_path, "mondeq/long.result.json", result(0.99, epochs=40, origin=made))
+    value = value_of(ROW, read_stored(tmp_path))
+    assert value.number is not None
+    assert value.number.mean == 0.99
+    assert value.full
+
+
+CONTENT = {"runs": [{"name": "a", "curve": [3.0, 2.0], "steps": None}, {"name": "b", "curve": [5.0, 1.0]}], "0.1": 7}
+
+
+@pytest.mark.parametrize(
+    ("at", "take", "found"),
+    [
+        (("0.1",), "only", 7),
+        (("runs", "0", "curve", "-1"), "only", 2),
+        (("runs", "*", "curve", "-1"), "least", 1),
+        (("runs", "*", "curve", "0"), "most", 5),
+        (("runs", "*", "curve", "*"), "mean", 2.75),
+        (("runs", "name=b", "0", "curve", "0"), "only", 5),
+        (("runs", "*", "steps"), "least", None),
+        (("runs", "7", "curve"), "only", None),
+        (("runs", "*", "curve", "0"), "only", None),
+        (("nothing",), "only", None),
+    ],
+)
+def test_places_in_a_file(tmp_path, at, take, found):
+    store(tmp_path, "a/b.json", CONTENT)
+    stored, spec = read_stored(tmp_path), ValueSpec(file="a/b.json", at=at, take=take)
+    if found is None:
+        with pytest.raises(RecipeError, match=r"a/b.json has \d+ values at"):
+            value_of(spec, stored)
+    else:
+        value = value_of(spec, stored)
+        assert value.number is not None
+        assert value.number.mean == found
+        assert not value.full
+
+
+def test_values_of_a_log_and_ratios(tmp_path):
+    lines = [{"kind": "other", "step": 1}, *({"kind": "note", "step": step, "x": step} for step in (2, 8))]
+    store(tmp_path, "a/b.log.jsonl", "\n".join(map(json.dumps, lines)))
+    last = ValueSpec(file="a/b.log.jsonl", at=("kind=note", "-1", "x"))
+    ratio = ValueSpec(file=last.file, at=last.at, over={"file": last.file, "at": ["kind=note", "0", "x"]})
+    value = value_of(ratio, read_stored(tmp_path))
+    assert value.number is not None
+    assert value.number.mean == 4
+    assert value.text == "4 (8 / 2)"
+
+
+def test_a_mistake_in_a_file_of_claims_is_located(tmp_path):
+    path = tmp_path / "claims.toml"
+    path.write_text('[[claims]]\nclaim = "A"\nwhere = "B"\n[[claims.holds]]\nleft = {number = 1}\nrule = "abov"\n')
+    with pytest.raises(RecipeError, match=r"line 6: claims.0.holds.0.rule is 'abov'; did you mean 'above'"):
+        read_claims(path)
+    path.write_text("[[claims]\n")
+    with pytest.raises(RecipeError, match=r"claims.toml: "):
+        read_claims(path)
+
+
+def test_marks_and_reasons_are_on_the_page(tmp_path):
+    stored_fc(tmp_path, (0.982,), name="mnist-fc")
+    page = results_page(tmp_path, tmp_path / "page.md")
+    assert (
+        "| Fully connected, 98.1% on MNIST. | table 1 | **confirmed** | 98.20% (MNIST, fully connected, 84K) ≥ 98.10%"
+        in page.text
+    )
+    assert page.marks[Mark.CONFIRMED] == 1
+    assert page.marks[Mark.NOT_RUN] + page.marks[Mark.NOT_AT_THIS_BUDGET] + 1 == page.marks.total()
