@@ -98,7 +98,7 @@ ANY_RECIPE = (
     "that you trust"
 )
 RUN = (
-    path("folder", metavar="RUN", help="folder of a run"),
+    argument("folder", metavar="RUN", help="folder of a run, file of weights, or name listed by `equipoise weights`"),
     argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),
 )
 IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
@@ -630,7 +630,7 @@ def attack(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write an HTML page with curves, pictures and numbers of one or several runs."""
     folders: list[Path] = []
-    for folder in arguments.folders:
+    for folder in map(Path, arguments.folders):
         folders += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
     with machine_of(arguments) as machine:
         print_report(machine, arguments.data, [open_run(arguments, folder) for folder in folders], arguments.out)
@@ -644,10 +644,10 @@ def print_report(machine: Machine, folders: Sequence[Path], runs: list[Run], out
         print(f"report            {printable(path)}")
 
 
-def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
+def open_run(arguments: argparse.Namespace, folder: str | Path | None = None) -> Run:
     from equipoise.lab.runs.folder import open_run
 
-    return open_run(folder or arguments.folder, arguments.trust)
+    return open_run(folder or arguments.folder, getattr(arguments, "trust", ()))
 
 
 def print_numbers(metrics: dict[str, float]) -> None:
@@ -687,6 +687,47 @@ def recipes(arguments: argparse.Namespace) -> None:
         print(recipe_text(arguments.recipe), end="")
     else:
         print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
+
+
+@command(
+    "equipoise weights mondeq/mnist-fc",
+    argument("name", metavar="NAME", nargs="?", help="shipped model whose card to print (default: list all)"),
+    argument("--add", dest="folder", metavar="RUN", help="finished run whose model to ship, in the package's folder"),
+    argument("--as", dest="entry", metavar="NAME", help="name of the entry that --add writes, such as mondeq/mnist-fc"),
+    argument("--weights", choices=("best", "last"), default="best", help="weights that --add ships (default: best)"),
+    argument("--limit", type=int, help="number of test samples that --add measures on (default: all)"),
+    argument("--note", default="", metavar="TEXT", help="remark for the card that --add writes"),
+    *(DATA, *MACHINE),
+)
+def weights(arguments: argparse.Namespace) -> None:
+    """List the trained models that ship with the package, print the card of one, or add one."""
+    from equipoise.lab.results.overview import card_of, weights_rows
+
+    if arguments.folder or arguments.entry:
+        add_to_weights(arguments)
+    elif arguments.name:
+        print(card_of(arguments.name), end="")
+    else:
+        print_table(("name", "model", "data", "parameters", "size", "test"), weights_rows())
+
+
+def add_to_weights(arguments: argparse.Namespace) -> None:
+    from equipoise.lab.results.add_weights import add_weights
+
+    if not (arguments.folder and arguments.entry):
+        raise ValueError("--add RUN and --as NAME go together: equipoise weights --add RUN --as mondeq/mnist-fc.")
+    if arguments.name:
+        raise ValueError(f"NAME is {arguments.name!r}; --add takes its name from --as: leave NAME out.")
+    options = {name: getattr(arguments, name) for name in ("weights", "limit", "note")}
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        run = open_run(arguments)
+        added = add_weights(run, arguments.entry, machine, arguments.data, **options)
+    for kind, metrics in added.metrics.items():
+        print_numbers({f"{name} in {kind}": value for name, value in metrics.items()})
+    print(f"stored in         {added.card.stored}, {added.card.bytes:,} bytes")
+    print(f"written           {printable(added.file)}, {added.file.with_suffix('.toml').name}")
 
 
 @command("equipoise runs", path("folder", metavar="DIR", nargs="?", default="runs", help="folder (default: runs)"))

@@ -45,7 +45,7 @@ def open_generator(
         generator = generator_in(trained.model)
     except ValueError:
         raise RunError(
-            f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
+            f"{run} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
             "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
         ) from None
     if files and generator.shape[0] not in MODES:
@@ -129,7 +129,7 @@ def density_of(
     found = latents_of(run, trained, model, latents, folders)
     if len(found) < FEWEST:
         raise RunError(
-            f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
+            f"{run} was trained on {len(found)} images; the density of latent vectors requires at least "
             f"{FEWEST}: use a run with a larger data.limit."
         )
     with progress_bar("density", 1) as bar:
