@@ -675,6 +675,30 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+@command(
+    "equipoise convert MDEQ_TINY_Cls.pkl --as mdeq -o mdeq.safetensors",
+    path("file", metavar="FILE", help="PyTorch checkpoint of the authors' code; nothing in it is run"),
+    argument("--as", dest="kind", choices=("mdeq", "mondeq"), required=True, help="model that the file holds"),
+    path("-o", "--out", metavar="FILE", help="file to write (default: FILE.safetensors in the current folder)"),
+    argument("--m", type=float, default=1.0, help="m of a monDEQ, which is not part of its file (default: 1)"),
+)
+def convert(arguments: argparse.Namespace) -> None:
+    """Convert a published checkpoint of MDEQ or monDEQ into one that the other commands and eq.load open."""
+    from equipoise.lab.runs.published.convert import convert
+    from equipoise.lab.runs.published.plan import listed
+
+    converted = convert(arguments.file, arguments.kind, arguments.out, m=arguments.m)
+    print(f"model             {converted.title}; {converted.parameters:,} parameters")
+    print(f"used              {len(converted.used)} tensors: {listed(map(printable, converted.used))}")
+    for part in converted.left_out:
+        print(f"left out          {listed(map(printable, part.names))}: {part.reason}")
+    if converted.added:
+        print(f"not in the file   {listed(converted.added)}")
+    for note in converted.notes:
+        print(f"note              {note}")
+    print(f"written           {printable(converted.file)}")
+
+
 # Lists
 
 
