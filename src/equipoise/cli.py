@@ -630,7 +630,7 @@ def attack(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write an HTML page with curves, pictures and numbers of one or several runs."""
     folders: list[Path] = []
-    for folder in map(Path, arguments.folders):
+    for folder in arguments.folders:
         folders += sorted(folder.glob("seed-*")) if (folder / "sweep.json").exists() else [folder]
     with machine_of(arguments) as machine:
         print_report(machine, arguments.data, [open_run(arguments, folder) for folder in folders], arguments.out)
