@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 from safetensors import safe_open
 
 import equipoise as eq
+from digit_generator import RECIPE
 from equipoise.cli import main
 from equipoise.lab.data import available, load
 from equipoise.lab.data.base import DataSet, TensorSplit
@@ -43,12 +44,12 @@ def found(name):
 def test_every_model_has_a_card_and_every_card_a_model():
     folder = weights_folder()
     files = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.safetensors")}
-    assert files == set(NAMES)
+    assert {file.removesuffix(".density") for file in files} == set(NAMES) <= files
     assert {MNIST, script.NAME} <= files
 
 
 def test_together_they_are_small():
-    assert sum(weights_file(name).stat().st_size for name in NAMES) <= ALL
+    assert sum(file.stat().st_size for file in weights_folder().rglob("*.safetensors")) <= ALL
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -299,6 +300,21 @@ def test_a_failure_leaves_neither_file(run, elsewhere, monkeypatch):
         add_weights(open_run(run), "core/digits", machine, limit=10)
     assert not list(elsewhere.glob("core/*"))
     assert not list(elsewhere.glob("core/.*"))
+
+
+def test_a_shipped_generator_draws_without_its_training_data(elsewhere, monkeypatch, capsys):
+    Path("digits.toml").write_text(RECIPE)
+    assert main(["train", "digits.toml", "--threads", "1"]) == 0
+    monkeypatch.setattr(adding, "require_shippable", lambda *_: None)  # the recipe is not one of the package
+    monkeypatch.setattr(adding, "training_command", lambda _: "equipoise train digits.toml")
+    monkeypatch.setattr(adding, "LATENTS", 40)
+    assert main(["weights", "--add", "runs/digits-001", "--as", "jiio/digits", "--limit", "5"]) == 0
+    assert "psnr in float16" in capsys.readouterr().out
+    monkeypatch.setattr("equipoise.lab.results.sample.data_of", lambda *_: pytest.fail("the training data was read"))
+    assert main(["sample", "jiio/digits", "-n", "4", "-o", "digits.png"]) == 0
+    assert "density           " in capsys.readouterr().out
+    assert Path("digits.png").is_file()
+    assert not Path("jiio-digits").exists()
 
 
 def changed(run, folder, **tables):

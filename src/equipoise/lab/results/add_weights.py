@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.files import whole
 from equipoise.lab.recipes.build import outside_names
 from equipoise.lab.recipes.reading import RecipeFile, open_recipe, plain, recipe_names, toml_lines, toml_value
+from equipoise.lab.results.sample import LATENTS, new_density, save_density, shipped_density
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Run, RunError
@@ -26,6 +28,7 @@ from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.runs.shipped import Card, Measured, Terms, Training, list_weights, weights_folder
 from equipoise.lab.training.evaluate import evaluate, parameter_count
+from equipoise.tasks.latent_vectors import generator_in
 
 COST = 0.0005  # what float16 may cost: 0.05 points of an accuracy, or this share of a metric above 1
 ONE, GENERATOR, ALL = 1_200_000, 5_000_000, 12_000_000  # most bytes of one model, of one that draws images, of all
@@ -55,7 +58,8 @@ def add_weights(
     """Write the weights of a finished run and their card into the package.
 
     The model is measured on its test split with its parameters as trained and rounded to float16. They are stored in
-    float16 if that costs less than ``COST``. An entry of the same name is replaced.
+    float16 if that costs less than ``COST``. A generator also gets the density of its latent vectors. An entry of the
+    same name is replaced.
 
     Args:
         name: name for ``eq.load``, such as "mondeq/mnist-fc".
@@ -69,13 +73,14 @@ def add_weights(
     data = data_of(run, recipe, folders)
     test = data.test if limit is None else spread(data.test, limit)
     stored = {"float32": checkpoints.model_tensors(trained.model), "float16": checkpoints.halved(trained.model)}
+    models = {kind: copy.deepcopy(trained.model) for kind in stored}
     metrics: dict[str, dict[str, float]] = {}
-    for kind, tensors in stored.items():
-        model = copy.deepcopy(trained.model)
-        model.load_state_dict({n.removeprefix("model/"): t for n, t in tensors.items()})
+    for kind, model in models.items():
+        model.load_state_dict(checkpoints.with_prefix("model/", stored[kind]))
         arguments = model, trained.task, test, trained.setting, machine, recipe.training.evaluation_batch_size
         metrics[kind] = evaluate(*arguments, recipe.seed).metrics
     kind = "float16" if cost(trained, metrics) < COST else "float32"
+    trained = replace(trained, model=models[kind])
     saved = checkpoints.read(trained.file)[1]
     facts = {key: saved[key] for key in ("recipe", "folder", "phase", "data")}
     facts |= {"tables": portable(saved["tables"]), "half": kind == "float16"}
@@ -98,7 +103,13 @@ def add_weights(
         terms=Terms(LICENCE, ABOUT[recipe.data.name].licence),
         note=note,
     )
-    card, file = write_entry(card, stored[kind], facts)
+    with ExitStack() as stack:
+        if recipe.task.name == "generation":  # so that it draws images without its training data
+            generator = generator_in(trained.model)
+            density = new_density(run, trained, generator, LATENTS, folders)
+            place = shipped_density(weights_folder() / f"{name}.safetensors")
+            save_density(stack.enter_context(whole(place)), density, generator)
+        card, file = write_entry(card, stored[kind], facts)
     return Added(card, file, metrics)
 
 
