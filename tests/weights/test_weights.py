@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -28,6 +29,7 @@ from equipoise.lab.runs.load import open_weights, start_from
 from equipoise.lab.runs.machine import this_machine
 from equipoise.lab.runs.shipped import read_card, weights_file, weights_folder
 from equipoise.lab.training.evaluate import parameter_count
+from equipoise.models.generator.density import fit_density
 from equipoise.weights import cifar10_classifier as script
 
 NAMES = eq.list_weights()
@@ -308,6 +310,7 @@ def test_a_shipped_generator_draws_without_its_training_data(elsewhere, monkeypa
     monkeypatch.setattr(adding, "require_shippable", lambda *_: None)  # the recipe is not one of the package
     monkeypatch.setattr(adding, "training_command", lambda _: "equipoise train digits.toml")
     monkeypatch.setattr(adding, "LATENTS", 40)
+    monkeypatch.setattr("equipoise.lab.results.sample.fit_density", partial(fit_density, epochs=1))
     assert main(["weights", "--add", "runs/digits-001", "--as", "jiio/digits", "--limit", "5"]) == 0
     assert "psnr in float16" in capsys.readouterr().out
     monkeypatch.setattr("equipoise.lab.results.sample.data_of", lambda *_: pytest.fail("the training data was read"))

@@ -103,30 +103,33 @@ def add_weights(
         terms=Terms(LICENCE, ABOUT[recipe.data.name].licence),
         note=note,
     )
+    beside = 0
     with ExitStack() as stack:
         if recipe.task.name == "generation":  # so that it draws images without its training data
             generator = generator_in(trained.model)
             density = new_density(run, trained, generator, LATENTS, folders)
             place = shipped_density(weights_folder() / f"{name}.safetensors")
-            save_density(stack.enter_context(whole(place)), density, generator)
-        card, file = write_entry(card, stored[kind], facts)
+            save_density(part := stack.enter_context(whole(place)), density, generator, half=True)
+            beside = part.stat().st_size
+        card, file = write_entry(card, stored[kind], facts, beside=beside)
     return Added(card, file, metrics)
 
 
 def write_entry(
-    card: Card, tensors: dict[str, Tensor], facts: dict[str, Any], folder: Path | None = None
+    card: Card, tensors: dict[str, Tensor], facts: dict[str, Any], folder: Path | None = None, beside: int = 0
 ) -> tuple[Card, Path]:
     """Write weights and their card, both or neither; return the card with the size and hash of the file, and the file.
 
     Args:
         tensors, facts: content of the checkpoint, see :func:`~equipoise.lab.runs.checkpoints.save`.
         folder: folder to write to; None for that of the package.
+        beside: size of another file of the entry.
     """
     file = (folder or weights_folder()) / f"{card.name}.safetensors"
     with whole(file) as part, whole(file.with_suffix(".toml")) as card_part:
         checkpoints.save(part, tensors, facts)
         content = part.read_bytes()
-        require_room(card.name, len(content), facts["tables"].get("task", {}).get("name", ""))
+        require_room(card.name, len(content) + beside, facts["tables"].get("task", {}).get("name", ""))
         card = replace(card, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         card_part.write_text(card_text(card), encoding="utf-8")
     return card, file
@@ -156,8 +159,9 @@ def require_room(name: str, size: int, task: str) -> None:
     most = GENERATOR if task in GENERATES else ONE
     if size > most:
         raise RunError(f"the weights of {name} have {size:,} bytes; a model of the task {task!r} may have {most:,}.")
-    own = weights_folder() / f"{name}.safetensors"
-    others = sum(file.stat().st_size for file in weights_folder().rglob("*.safetensors") if file != own)
+    file = weights_folder() / f"{name}.safetensors"
+    own = (file, shipped_density(file))
+    others = sum(other.stat().st_size for other in weights_folder().rglob("*.safetensors") if other not in own)
     if others + size > ALL:
         raise RunError(f"with {name}, of {size:,} bytes, shipped models have {others + size:,} bytes, above {ALL:,}.")
 

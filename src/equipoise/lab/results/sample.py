@@ -141,8 +141,10 @@ def mark_of(model: Generator) -> str:
     return checkpoints.checksum(checkpoints.model_tensors(model), "")
 
 
-def save_density(file: Path, density: LatentDensity, model: Generator) -> None:
-    checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark_of(model)})
+def save_density(file: Path, density: LatentDensity, model: Generator, half: bool = False) -> None:
+    """Write a density; with ``half``, its matrices in float16, which loading widens."""
+    tensors = {name: t.half() if half and t.dim() > 1 else t for name, t in density.state_dict().items()}
+    checkpoints.save(file, tensors, {"size": asdict(density.size), "weights": mark_of(model)})
 
 
 def new_density(run: Run, trained: Trained, model: Generator, latents: int, folders: Sequence[Path]) -> LatentDensity:

@@ -78,8 +78,10 @@ def weights_file(run: Run, weights: str = "best") -> Path:
     """Return the checkpoint of a run with the best or the last weights."""
     if weights not in ("best", "last"):
         raise ValueError(f"weights is {weights!r}; allowed: 'best', 'last'.")
-    if run.file is not None and weights == "last":
-        raise RunError(f"{run} has a single set of weights, and no last ones: leave out weights = 'last'.")
+    if run.file is not None:
+        if weights == "last":
+            raise RunError(f"{run} has a single set of weights, and no last ones: leave out weights = 'last'.")
+        return run.file
     for file in (run.best, run.last) if weights == "best" else (run.last,):
         if file.exists():
             return file
