@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         optimize_input,
     )
     from equipoise.lab.runs.load import load
+    from equipoise.lab.runs.shipped import list_weights
     from equipoise.models import create_model, list_models
     from equipoise.models.opteq.descent import FISTA, ProximalGradient
     from equipoise.operators.splitting import DouglasRachford, ForwardBackward, PeacemanRachford
@@ -132,6 +133,7 @@ __all__ = [
     "joint",
     "lab",
     "list_models",
+    "list_weights",
     "load",
     "models",
     "operators",
@@ -168,6 +170,7 @@ LATER = {
     **dict.fromkeys(("FISTA", "ProximalGradient"), "equipoise.models.opteq.descent"),
     **dict.fromkeys(("create_model", "list_models"), "equipoise.models"),
     **dict.fromkeys(JOINT, "equipoise.joint"),
+    "list_weights": "equipoise.lab.runs.shipped",
     "load": "equipoise.lab.runs.load",
 }
 

@@ -98,7 +98,7 @@ ANY_RECIPE = (
     "that you trust"
 )
 RUN = (
-    path("folder", metavar="RUN", help="folder of a run"),
+    argument("folder", metavar="RUN", help="folder of a run, file of weights, or name listed by `equipoise weights`"),
     argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),
 )
 IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
@@ -680,10 +680,10 @@ def results(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def open_run(arguments: argparse.Namespace, folder: Path | None = None) -> Run:
+def open_run(arguments: argparse.Namespace, folder: str | Path | None = None) -> Run:
     from equipoise.lab.runs.folder import open_run
 
-    return open_run(folder or arguments.folder, arguments.trust)
+    return open_run(folder or arguments.folder, getattr(arguments, "trust", ()))
 
 
 def print_numbers(metrics: dict[str, float]) -> None:
@@ -711,6 +711,30 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+@command(
+    "equipoise convert MDEQ_TINY_Cls.pkl --as mdeq -o mdeq.safetensors",
+    path("file", metavar="FILE", help="PyTorch checkpoint of the authors' code; nothing in it is run"),
+    argument("--as", dest="kind", choices=("mdeq", "mondeq"), required=True, help="model that the file holds"),
+    path("-o", "--out", metavar="FILE", help="file to write (default: FILE.safetensors in the current folder)"),
+    argument("--m", type=float, default=1.0, help="m of a monDEQ, which is not part of its file (default: 1)"),
+)
+def convert(arguments: argparse.Namespace) -> None:
+    """Convert a published checkpoint of MDEQ or monDEQ into one that the other commands and eq.load open."""
+    from equipoise.lab.runs.published.convert import convert
+    from equipoise.lab.runs.published.plan import listed
+
+    converted = convert(arguments.file, arguments.kind, arguments.out, m=arguments.m)
+    print(f"model             {converted.title}; {converted.parameters:,} parameters")
+    print(f"used              {len(converted.used)} tensors: {listed(map(printable, converted.used))}")
+    for part in converted.left_out:
+        print(f"left out          {listed(map(printable, part.names))}: {part.reason}")
+    if converted.added:
+        print(f"not in the file   {listed(converted.added)}")
+    for note in converted.notes:
+        print(f"note              {note}")
+    print(f"written           {printable(converted.file)}")
+
+
 # Lists
 
 
@@ -723,6 +747,47 @@ def recipes(arguments: argparse.Namespace) -> None:
         print(recipe_text(arguments.recipe), end="")
     else:
         print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
+
+
+@command(
+    "equipoise weights mondeq/mnist-fc",
+    argument("name", metavar="NAME", nargs="?", help="shipped model whose card to print (default: list all)"),
+    argument("--add", dest="folder", metavar="RUN", help="finished run whose model to ship, in the package's folder"),
+    argument("--as", dest="entry", metavar="NAME", help="name of the entry that --add writes, such as mondeq/mnist-fc"),
+    argument("--weights", choices=("best", "last"), default="best", help="weights that --add ships (default: best)"),
+    argument("--limit", type=int, help="number of test samples that --add measures on (default: all)"),
+    argument("--note", default="", metavar="TEXT", help="remark for the card that --add writes"),
+    *(DATA, *MACHINE),
+)
+def weights(arguments: argparse.Namespace) -> None:
+    """List the trained models that ship with the package, print the card of one, or add one."""
+    from equipoise.lab.results.overview import card_of, weights_rows
+
+    if arguments.folder or arguments.entry:
+        add_to_weights(arguments)
+    elif arguments.name:
+        print(card_of(arguments.name), end="")
+    else:
+        print_table(("name", "model", "data", "parameters", "size", "test"), weights_rows())
+
+
+def add_to_weights(arguments: argparse.Namespace) -> None:
+    from equipoise.lab.results.add_weights import add_weights
+
+    if not (arguments.folder and arguments.entry):
+        raise ValueError("--add RUN and --as NAME go together: equipoise weights --add RUN --as mondeq/mnist-fc.")
+    if arguments.name:
+        raise ValueError(f"NAME is {arguments.name!r}; --add takes its name from --as: leave NAME out.")
+    options = {name: getattr(arguments, name) for name in ("weights", "limit", "note")}
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        run = open_run(arguments)
+        added = add_weights(run, arguments.entry, machine, arguments.data, **options)
+    for kind, metrics in added.metrics.items():
+        print_numbers({f"{name} in {kind}": value for name, value in metrics.items()})
+    print(f"stored in         {added.card.stored}, {added.card.bytes:,} bytes")
+    print(f"written           {printable(added.file)}, {added.file.with_suffix('.toml').name}")
 
 
 @command("equipoise runs", path("folder", metavar="DIR", nargs="?", default="runs", help="folder (default: runs)"))

@@ -17,6 +17,7 @@ MODELS = Registry(
         "mopteq": "equipoise.models.opteq.model:MOptEq",
         "generator": "equipoise.models.generator.model:Generator",
         "mdeq-vae": "equipoise.models.generator.vae:MDEQVAE",
+        "small-classifier": "equipoise.models.features.classifier:SmallClassifier",
         "few-shot-mdeq": "equipoise.models.few_shot.model:FewShotMDEQ",
     },
     nn.Module,

@@ -1,1 +1,1 @@
-"""Small trained models as package data: each has its weights (.safetensors), its card (.toml) and a training script."""
+"""Small trained models as package data: each has its weights (.safetensors) and its card (.toml)."""

@@ -6,55 +6,44 @@ It runs on one CPU thread, so that the same version of torch on the same process
 """
 
 import argparse
-import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
 from equipoise.lab.data import load
 from equipoise.lab.data.base import DataSet, Split
-from equipoise.lab.files import whole, write_text
+from equipoise.lab.data.catalogue import ABOUT
+from equipoise.lab.results.add_weights import LICENCE, commit, write_entry
+from equipoise.lab.runs.checkpoints import model_tensors
+from equipoise.lab.runs.shipped import Card, Measured, Terms, Training
+from equipoise.lab.training.evaluate import parameter_count
 from equipoise.models.features.classifier import SmallClassifier
 from equipoise.tasks.augmentation import flip, shift
 
-NAME = "cifar10-classifier"
-EPOCHS, BATCH, RATE, DECAY, SEED, PIXELS = 12, 128, 1e-2, 5e-2, 0, 2
+NAME = "features/cifar10-classifier"
+EPOCHS, BATCH, RATE, DECAY, WARMUP, SEED, PIXELS = 12, 128, 1e-2, 5e-2, 0.2, 0, 2
 
-CARD = """\
-# Card of {name}.safetensors, written by the script that trains it.
-title = "Small classifier of CIFAR-10"
-purpose = "Features for distances between sets of images (equipoise distance); not a FID, nor comparable with one"
-model = "equipoise.models.features.classifier:SmallClassifier"
-parameters = {parameters}
-features = {features}
-input_size = "32x32"
-input = "RGB images in [0, 1]; other sizes are resized (bilinear, antialiased), gray ones repeated to three channels"
-sha256 = "{sha256}"
-
-[training]
-data = "CIFAR-10, 50,000 training images (A. Krizhevsky, Learning multiple layers of features from tiny images, 2009)"
-script = "python -m equipoise.weights.cifar10_classifier"
-recipe = "{recipe}"
-torch = "{torch}"
-seconds = {seconds}  # processor time
-
-[results]
-test_images = {test_images}
-test_accuracy = {accuracy:.4f}  # of the last epoch; no choice was made by it
-
-[licence]
-weights = "MIT, as the package"
-data = "{data_licence}"
-"""
+TITLE = "Small classifier of CIFAR-10"
+RECIPE: dict[str, Any] = {  # what the header of the weights says of them
+    "title": TITLE,
+    "data": {"name": "cifar10", "validation": 0},
+    "task": {"name": "classification", "shift": PIXELS, "flip": True},
+    "model": {"name": "small-classifier"},
+    "optimizer": {"name": "adamw", "lr": RATE, "weight_decay": DECAY},
+    "schedule": {"name": "one-cycle", "warmup": WARMUP},
+    "training": {"batch_size": BATCH},
+    "seed": SEED,
+}
+NOTE = "Features for distances between sets of images (equipoise distance); not a FID, nor comparable with one."
 
 
 def main() -> None:
-    """Train, evaluate and write ``DIR/cifar10-classifier.safetensors`` and its card."""
+    """Train, evaluate and write ``DIR/features/cifar10-classifier.safetensors`` and its card."""
     parser = argparse.ArgumentParser(description="Train the classifier whose features `equipoise distance` compares.")
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (default: here)")
     parser.add_argument("--data", type=Path, action="append", default=[], metavar="DIR", help="folder to search first")
@@ -67,7 +56,7 @@ def main() -> None:
     seconds = time.process_time() - begin
     correct = accuracy(model, data.test)
     print(f"test accuracy {correct:.2%} after {seconds:.0f} s of processor time")
-    write(arguments.out, model, arguments.epochs, correct, len(data.test), seconds)
+    write(arguments.out, model, data, arguments.epochs, correct, seconds)
 
 
 def train(data: DataSet, epochs: int) -> SmallClassifier:
@@ -77,7 +66,7 @@ def train(data: DataSet, epochs: int) -> SmallClassifier:
     model = SmallClassifier(len(data.class_names), mean=data.mean, std=data.std)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
-    schedule = OneCycleLR(optimizer, RATE, epochs * (len(data.train) // BATCH), pct_start=0.2)
+    schedule = OneCycleLR(optimizer, RATE, epochs * (len(data.train) // BATCH), pct_start=WARMUP)
     for epoch in range(epochs):
         total = torch.zeros(())
         order = torch.randperm(len(data.train), generator=random)
@@ -108,26 +97,33 @@ def accuracy(model: SmallClassifier, split: Split) -> float:
     return correct / len(split)
 
 
-def write(folder: Path, model: SmallClassifier, epochs: int, correct: float, test: int, seconds: float) -> None:
-    """Write the weights, then the card with their checksum."""
-    file = folder / f"{NAME}.safetensors"
-    with whole(file) as part:
-        save_file(model.state_dict(), part)
-    card = CARD.format(
-        name=NAME,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        features=model.linear.in_features,
-        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        recipe=f"{epochs} epochs, batches of {BATCH}, AdamW (weight decay {DECAY:g}), one cycle of the learning rate "
-        f"up to {RATE:g}, images shifted by up to {PIXELS} pixels and mirrored, seed {SEED}",
-        torch=torch.__version__,
+def write(folder: Path, model: SmallClassifier, data: DataSet, epochs: int, correct: float, seconds: float) -> None:
+    """Write the weights and their card."""
+    facts = {"recipe": NAME, "folder": "", "tables": {**RECIPE, "phases": [{"epochs": epochs}]}, "phase": 0}
+    trained = Training(
+        command="python -m equipoise.weights.cifar10_classifier",
+        data="cifar10",
+        samples=len(data.train),
+        epochs=epochs,
+        epoch=epochs,
+        seed=SEED,
         seconds=round(seconds),
-        test_images=test,
-        accuracy=correct,
-        data_licence="none is stated by its authors, who ask to be cited; no image is part of the weights",
+        torch=torch.__version__,
     )
-    write_text(file.with_suffix(".toml"), card)
-    print(f"written {file} ({file.stat().st_size:,} bytes) and {file.with_suffix('.toml').name}")
+    metrics = {"accuracy": correct}
+    card = Card(
+        name=NAME,
+        title=TITLE,
+        model="small-classifier",
+        parameters=parameter_count(model),
+        stored="float32",
+        training=trained,
+        test=Measured(f"equipoise evaluate {NAME}", len(data.test), "accuracy", metrics, metrics, commit()),
+        terms=Terms(LICENCE, ABOUT["cifar10"].licence),
+        note=NOTE,
+    )
+    card, file = write_entry(card, model_tensors(model), {**facts, "data": data.facts()}, folder)
+    print(f"written {file} ({card.bytes:,} bytes) and {file.with_suffix('.toml').name}")
 
 
 if __name__ == "__main__":

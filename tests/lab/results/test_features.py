@@ -38,15 +38,6 @@ def test_classifier_is_part_of_the_package(elsewhere):
     assert "FID" not in classifier.distance.replace("not FID", "")
 
 
-def test_a_damaged_classifier_is_reported(monkeypatch, tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "cifar10-classifier.toml").write_text('sha256 = "0"\nfeatures = 64\n')
-    (tmp_path / "weights" / "cifar10-classifier.safetensors").write_bytes(b"")
-    monkeypatch.setattr("equipoise.lab.results.features.resources.files", lambda _: tmp_path)
-    with pytest.raises(DamagedFile, match=r"cifar10-classifier.safetensors is damaged: install equipoise again"):
-        open_features("classifier")
-
-
 def test_unknown_features_get_a_sentence():
     with pytest.raises(ValueError, match="there is no features 'inceptoin'; did you mean 'inception'"):
         open_features("inceptoin")

@@ -10,11 +10,15 @@ CATALOGUE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").re
 
 
 class About(NamedTuple):
-    """A data set as its authors published it; None for what the user decides, such as the size of its images."""
+    """A data set as its authors published it; None for what the user decides, such as the size of its images.
+
+    ``no_weights`` says why weights trained on it must not be shipped; None if they may be.
+    """
 
     train: int | None
     test: int | None
     licence: str
+    no_weights: str | None
     shape: list[int] | None
     classes: int | None
 

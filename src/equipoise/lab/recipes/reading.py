@@ -432,11 +432,19 @@ def to_toml(recipe: Recipe) -> str:
     """Write a recipe as the file that reads as it, including defaults and without budgets, which have been applied."""
     tables = {name: value for name, value in plain(recipe).items() if name != "budget"}
     phases = tables.pop("phases")
-    sections = [(f"[{name}]", value) for name, value in tables.items() if isinstance(value, dict)]
-    lines = [f"{toml_key(name)} = {toml_value(value)}" for name, value in tables.items() if not isinstance(value, dict)]
-    for heading, section in [*sections, *(("[[phases]]", phase) for phase in phases)]:
-        lines += ["", heading, *(f"{toml_key(name)} = {toml_value(value)}" for name, value in section.items())]
+    lines = toml_lines(tables)
+    for phase in phases:
+        lines += ["", "[[phases]]", *toml_lines(phase, sections=False)]
     return "\n".join(lines) + "\n"
+
+
+def toml_lines(tables: dict[str, Any], sections: bool = True) -> list[str]:
+    """Write keys and values, and the tables among them as sections after the others."""
+    inner = {name: value for name, value in tables.items() if sections and isinstance(value, dict)}
+    lines = [f"{toml_key(name)} = {toml_value(value)}" for name, value in tables.items() if name not in inner]
+    for name, section in inner.items():
+        lines += ["", f"[{toml_key(name)}]", *toml_lines(section, sections=False)]
+    return lines
 
 
 def plain(value: Any) -> Any:

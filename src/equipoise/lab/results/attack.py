@@ -80,7 +80,7 @@ def attack_image(
     task, shape = trained.task, trained.facts["shape"]
     if not isinstance(task, LabelTask):
         raise RunError(
-            f"{run.folder} was trained for the task {trained.recipe.task.name!r}; `equipoise attack` requires a "
+            f"{run} was trained for the task {trained.recipe.task.name!r}; `equipoise attack` requires a "
             "classifier of images, such as a run of the task 'classification' or 'robustness'."
         )
     if len(shape) != 3 or shape[0] not in MODES:

@@ -155,7 +155,7 @@ def certify_run(
     if not isinstance(trained.model, MonDEQ):
         own = " Its own certificate() covers convergence only." if hasattr(trained.model, "certificate") else ""
         raise ValueError(
-            f"the model {trained.recipe.model.name!r} of {run.folder} has no certified radii: --certify requires a "
+            f"the model {trained.recipe.model.name!r} of {run} has no certified radii: --certify requires a "
             f"model 'mondeq'.{own}"
         )
     result = certified(trained, samples_of(run, trained, folders, split, limit), trial)

@@ -3,10 +3,8 @@
 import hashlib
 import io
 import pickle
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -14,11 +12,12 @@ from torch import Tensor
 
 from equipoise.lab.data.files.places import MissingData, search_path
 from equipoise.lab.files import DamagedFile, read_file
-from equipoise.models.features.classifier import SmallClassifier
+from equipoise.lab.runs.load import load
+from equipoise.models.features.classifier import SIDE, SmallClassifier
 from equipoise.models.features.inception import FEATURES, FidInception
 from equipoise.options import unknown
 
-CLASSIFIER = "cifar10-classifier"  # in equipoise/weights: the weights, and the card with their checksum
+CLASSIFIER = "features/cifar10-classifier"  # name of the shipped model
 INCEPTION = "inception"  # folder of the file below, in any folder of the search path
 INCEPTION_FILES = (  # one file, as pytorch-fid and torch-fidelity name it
     "pt_inception-2015-12-05-6726825d.pth",
@@ -67,18 +66,12 @@ def open_features(name: str, folders: Sequence[str | Path] = ()) -> Features:
 
 
 def open_classifier(_: Sequence[str | Path] = ()) -> Features:
-    """Open the classifier that is part of the package, after comparing its file with the checksum in its card."""
-    from safetensors.torch import load
-
-    folder = resources.files("equipoise") / "weights"
-    card = tomllib.loads((folder / f"{CLASSIFIER}.toml").read_text(encoding="utf-8"))
-    content = (folder / f"{CLASSIFIER}.safetensors").read_bytes()
-    if hashlib.sha256(content).hexdigest() != card["sha256"]:
-        raise DamagedFile(f"{folder / CLASSIFIER}.safetensors is damaged: install equipoise again.")
-    network = SmallClassifier()
-    network.load_state_dict(load(content))
-    about = f"{card['features']} features of a small CIFAR-10 classifier, at {card['input_size']}"
-    return Features("Fréchet distance (not FID)", about, card["features"], network.eval())
+    """Open the classifier that is part of the package."""
+    network = load(CLASSIFIER)
+    assert isinstance(network, SmallClassifier)
+    count = network.linear.in_features
+    about = f"{count} features of a small CIFAR-10 classifier, at {SIDE}x{SIDE}"
+    return Features("Fréchet distance (not FID)", about, count, network)
 
 
 def open_inception(folders: Sequence[str | Path] = ()) -> Features:

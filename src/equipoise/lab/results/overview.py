@@ -13,6 +13,7 @@ from equipoise.lab.recipes import reading
 from equipoise.lab.recipes.build import build_model
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
+from equipoise.lab.runs.shipped import list_weights, read_card, weights_file
 from equipoise.lab.training.evaluate import duration, format_metric, parameter_count
 from equipoise.options import unknown
 
@@ -75,6 +76,21 @@ def headline(metrics: dict[str, Any]) -> str:
     """Format the first metric, which is the one usually quoted."""
     numbers = (format_metric(name, value) for name, value in metrics.items() if isinstance(value, int | float))
     return next(numbers, "-")
+
+
+def weights_rows() -> list[tuple[str, ...]]:
+    """Return name, model, data set, parameters, size and headline metric of every shipped model."""
+    rows = []
+    for card in map(read_card, list_weights()):
+        test = f"{card.test.metric} {format_metric(card.test.metric, card.test.value)}"
+        size = f"{card.bytes / 1e6:.2f} MB, {card.stored}"
+        rows.append((card.name, card.model, card.training.data, f"{card.parameters:,}", size, test))
+    return rows
+
+
+def card_of(name: str) -> str:
+    """Return the text of a shipped model's card, after comparing the file with its SHA-256."""
+    return weights_file(name).with_suffix(".toml").read_text(encoding="utf-8")
 
 
 def data_rows(folders: Sequence[Path]) -> tuple[list[tuple[str, ...]], dict[str, str]]:

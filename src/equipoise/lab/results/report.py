@@ -25,7 +25,7 @@ from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
 from equipoise.lab.recipes.reading import to_toml
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Notice, RunSummary, summarize_run
-from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import duration, format_metric, percent, prepared, quiet_failures
 from equipoise.solution import Result
@@ -60,6 +60,8 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
     if not runs:
         raise ValueError("a report needs at least one run: equipoise report RUN.")
     runs = list(dict.fromkeys(runs))
+    if bare := [run for run in runs if run.file is not None]:
+        raise RunError(f"{bare[0]} is weights without the folder of a run, and a report is about a run's training.")
     path = out or runs[0].folder
     path = path / "report.html" if path.is_dir() else path
     if path.suffix == ".md":

@@ -45,7 +45,7 @@ def open_generator(
         generator = generator_in(trained.model)
     except ValueError:
         raise RunError(
-            f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
+            f"{run} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
             "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
         ) from None
     if files and generator.shape[0] not in MODES:
@@ -116,26 +116,47 @@ def drawn_latents(
 def density_of(
     run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
 ) -> LatentDensity:
-    """Return the density kept in the run's folder, or fit it; a file of other weights is not used."""
+    """Return the density kept in the run's folder or shipped, or fit it; a file of other weights is not used."""
     file = run.folder / DENSITY.format(weights)
-    mark = checkpoints.checksum(checkpoints.model_tensors(model), "")
-    if file.exists():
-        tensors, text = checkpoints.contents(file)
-        with checkpoints.fitting(file):
-            if (facts := parse(text))["weights"] == mark:
-                density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
-                density.load_state_dict(tensors)
-                return density.eval()
+    for kept in (file, *(() if run.file is None else (shipped_density(run.file),))):
+        if kept.exists():
+            tensors, text = checkpoints.contents(kept)
+            with checkpoints.fitting(kept):
+                if (facts := parse(text))["weights"] == mark_of(model):
+                    density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
+                    density.load_state_dict(tensors)
+                    return density.eval()
+    density = new_density(run, trained, model, latents, folders)
+    save_density(file, density, model)
+    return density
+
+
+def shipped_density(weights: Path) -> Path:
+    """Return the file of the density that belongs to a file of weights."""
+    return weights.with_suffix(".density.safetensors")
+
+
+def mark_of(model: Generator) -> str:
+    """Return a checksum of the weights that a density belongs to."""
+    return checkpoints.checksum(checkpoints.model_tensors(model), "")
+
+
+def save_density(file: Path, density: LatentDensity, model: Generator, half: bool = False) -> None:
+    """Write a density; with ``half``, its matrices in float16, which loading widens."""
+    tensors = {name: t.half() if half and t.dim() > 1 else t for name, t in density.state_dict().items()}
+    checkpoints.save(file, tensors, {"size": asdict(density.size), "weights": mark_of(model)})
+
+
+def new_density(run: Run, trained: Trained, model: Generator, latents: int, folders: Sequence[Path]) -> LatentDensity:
+    """Fit a density to the latent vectors of training images."""
     found = latents_of(run, trained, model, latents, folders)
     if len(found) < FEWEST:
         raise RunError(
-            f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
+            f"{run} was trained on {len(found)} images; the density of latent vectors requires at least "
             f"{FEWEST}: use a run with a larger data.limit."
         )
     with progress_bar("density", 1) as bar:
-        density = fit_density(found, each=lambda _: bar.refresh())
-    checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark})
-    return density
+        return fit_density(found, each=lambda _: bar.refresh())
 
 
 def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:

@@ -67,7 +67,7 @@ def segment_images(
     task, channels = trained.task, trained.facts["shape"][0]
     if not isinstance(task, Segmentation):
         raise RunError(
-            f"{run.folder} was trained for the task {trained.recipe.task.name!r}; `equipoise segment` requires the "
+            f"{run} was trained for the task {trained.recipe.task.name!r}; `equipoise segment` requires the "
             "task 'segmentation'. `equipoise predict` works with any task."
         )
     if channels not in MODES:

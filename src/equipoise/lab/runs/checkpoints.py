@@ -5,7 +5,7 @@
 
 Tensors are named ``model/...``, ``optimizer/NUMBER/NAME`` and ``sums/PROCESS/NAME``. The states of random number
 generators are not saved: every step seeds them from the run's seed and the step number. The header has a checksum of
-the rest.
+the rest. A file of weights alone may store its parameters in half precision (``"half": true``).
 
 A checkpoint may come from anywhere. Its shape is checked before anything in it is used, and code from outside the
 package that it names is not imported unless the caller trusts it.
@@ -27,16 +27,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from equipoise.lab.files import NUMBER, misfit, not_written, parse, whole
 from equipoise.lab.recipes.reading import SAVED, RecipeError, key_paths, looked_up
-from equipoise.lab.runs.folder import BEST
 from equipoise.lab.trust import UntrustedName
 from equipoise.models.parts.images import Normalize
 from equipoise.registry import MissingPackage, UnknownName
 
 FORMAT = 1
 HEADER = {"format", "equipoise", "checksum"}  # files of earlier versions have no checksum
+BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
 POSITION = {"phase": int, "epoch": int, "batch": int, "step": int}
 # The shapes of a checkpoint's JSON (see equipoise.lab.files.misfit): what the model needs, and what training needs.
-WEIGHTS = {**SAVED, "phase": int, "data": dict, "best?": (BEST, type(None))}
+WEIGHTS = {**SAVED, "phase": int, "data": dict, "best?": (BEST, type(None)), "half?": bool}
 TRAINING = {
     "learner": {"optimizer": {"groups": [dict], "numbers": dict}, "schedule": dict, "scaler": dict},
     "progress": {
@@ -118,6 +118,8 @@ def read(path: Path, training: bool = False) -> tuple[dict[str, Tensor], dict[st
         raise CheckpointError(f"{path} has a header that is damaged: {reason}.")
     if stray := [name for name in tensors if not name.startswith(("model/", "optimizer/", "sums/"))]:
         raise CheckpointError(f"{path} is damaged: its tensor {stray[0]!r} has an unknown prefix.")
+    if facts.get("half"):
+        tensors = {n: tensor.float() if tensor.dtype == torch.float16 else tensor for n, tensor in tensors.items()}
     return tensors, facts
 
 
@@ -157,6 +159,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(f"the model's state {name!r} is a {type(value).__name__}; only tensors can be saved.")
         tensors[f"model/{name}"] = value
     return tensors
+
+
+def halved(model: nn.Module) -> dict[str, Tensor]:
+    """Return ``model_tensors`` with float32 parameters in float16; buffers, which are few, stay as they are."""
+    narrow = {f"model/{name}" for name, value in model.named_parameters() if value.dtype == torch.float32}
+    return {name: tensor.half() if name in narrow else tensor for name, tensor in model_tensors(model).items()}
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | str) -> None:

@@ -33,8 +33,11 @@ from equipoise.lab.data.files.places import search_path
 from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.recipes.schema import Recipe
+from equipoise.lab.runs import checkpoints, shipped
+from equipoise.lab.runs.checkpoints import BEST
 from equipoise.lab.runs.sources import commit, source_digests, still
 from equipoise.lab.trust import NOTHING, Trust
+from equipoise.options import did_you_mean
 
 # The shapes of a run's files; see equipoise.lab.files.misfit.
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
@@ -43,7 +46,6 @@ MEASURED = (*NUMBER, type(None))  # None for a number that was not finite
 STEPS, RESIDUAL = {"median": int, "90%": int, "most": int}, {"median": MEASURED, "worst": MEASURED}
 SOLVER = {"samples": int, "failed": NUMBER, "results": {str: int}, "steps": STEPS, "residual": RESIDUAL}
 METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
-BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
 RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
 # Where a result comes from; results of earlier versions do not say it.
 ORIGIN = {"recipe": str, "tables": dict, "command": str, "started": str, "sources": {str: str}}
@@ -64,10 +66,22 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, and the modules outside the package that its files may name."""
+    """A run's folder, or weights without one.
+
+    Args:
+        folder: folder of the run; for weights without a run, the folder that commands write to.
+        trust: modules outside the package that its files may name.
+        file: file of the weights, if they have no run.
+        name: what messages call it, if not by its file or folder.
+    """
 
     folder: Path
     trust: Trust = NOTHING
+    file: Path | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or str(self.file or self.folder)
 
     @property
     def last(self) -> Path:
@@ -75,7 +89,7 @@ class Run:
 
     @property
     def best(self) -> Path:
-        return self.folder / "checkpoints" / "best.safetensors"
+        return self.file or self.folder / "checkpoints" / "best.safetensors"
 
     def epoch(self, number: int) -> Path:
         return self.folder / "checkpoints" / f"epoch-{number:04d}.safetensors"
@@ -91,13 +105,20 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The content of run.json."""
+        """The content of run.json, or what a file of weights says of itself."""
+        if self.file is not None:
+            return {**checkpoints.read(self.file)[1], "machine": {}}
         return read_json(self.folder / "run.json", RUN)
+
+    @property
+    def origin(self) -> Path:
+        """The file that the recipe is read from."""
+        return self.file or self.folder / "run.json"
 
     @property
     def source(self) -> RecipeFile:
         """The recipe as it was when the run was created, including all changes."""
-        return RecipeFile.from_saved(self.facts, self.folder / "run.json", self.trust)
+        return RecipeFile.from_saved(self.facts, self.origin, self.trust)
 
     @property
     def recipe(self) -> Recipe:
@@ -105,9 +126,9 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The content of result.json; None until training has ended."""
+        """The content of result.json; None until training has ended, and for weights without a run."""
         path = self.folder / "result.json"
-        if not path.exists():
+        if self.file is not None or not path.exists():
             return None
         return read_json(path, RESULT if (self.folder / "run.json").exists() else {"status": str})  # or of a sweep
 
@@ -135,7 +156,7 @@ class Run:
 
     def lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
         """Return the lines of the log with their content, None for a line that is damaged or incomplete."""
-        content = self.log.read_bytes() if self.log.exists() else b""
+        content = self.log.read_bytes() if self.file is None and self.log.exists() else b""
         return [(line, read_record(line)) for line in content.split(b"\n") if line.strip()]
 
     def records(self) -> list[dict[str, Any]]:
@@ -189,6 +210,11 @@ class Run:
         """Lock the run for this process; the lock ends with the process, however it ends."""
         import fcntl
 
+        if self.file is not None:
+            raise RunError(
+                f"{self} is weights without the folder of a run, so its training cannot be continued: start a new run "
+                f"from it with `equipoise train RECIPE training.init_from={self}`."
+            )
         with open(self.folder / ".lock", "a") as lock:  # never truncated: it might be a link to something else
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,14 +355,29 @@ def create(folder: Path, source: RecipeFile, **machine: Any) -> Run:
 
 
 def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
-    """Return the run in a folder; ``trust`` lists modules outside the package that its files may name."""
+    """Return the run in a folder, or the weights in a file or of a shipped model.
+
+    Args:
+        path: name of a shipped model, folder of a run, or ``.safetensors`` file with weights. A string that is the name
+            of a shipped model is never a folder: write ``"./name"``, or give a Path.
+        trust: modules outside the package that its files may name
+    """
+    trusted = Trust.of(trust)
+    names = shipped.list_weights() if isinstance(path, str) else []
+    if path in names:
+        return Run(Path(str(path).replace("/", "-")), trusted, shipped.weights_file(str(path)), str(path))
     folder = Path(path)
+    if folder.suffix == ".safetensors":
+        return Run(folder.with_suffix(""), trusted, folder)
     if not (folder / "run.json").is_file():
         sweep = (folder / "sweep.json").exists()
         hint = "it is a sweep; name one of its runs, such as seed-0" if sweep else "it has no run.json"
         what = f"{folder} is not a run: {hint}" if folder.is_dir() else f"there is no folder {folder}"
+        near = did_you_mean(str(path), names, cutoff=0.75)
+        if near and not folder.is_dir():
+            raise RunError(f"{what}, nor a shipped model of that name; {near}`equipoise weights` lists them.")
         raise RunError(f"{what}. `equipoise runs` lists runs.")
-    return Run(folder, Trust.of(trust))
+    return Run(folder, trusted)
 
 
 def list_runs(parent: Path) -> list[Run]:

@@ -1,4 +1,4 @@
-"""``eq.load``: open the trained model of a run or file again, with its data; and initialise a model from another."""
+"""``eq.load``: open a shipped model, or that of a run or file, with its data; and initialise a model from another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +19,14 @@ from equipoise.lab.trust import Trust
 def load(
     path: str | Path, weights: str = "best", device: str | torch.device = "cpu", trust: str | Sequence[str] = ()
 ) -> nn.Module:
-    """Load the trained model of a run, or of one checkpoint file.
+    """Load a trained model: one that ships with the package, or that of a run or a checkpoint file.
 
-    Loading runs no code that the file chooses: a model from outside the package is rejected unless it is trusted.
+    Loading runs no code that the file chooses: a model from outside the package is rejected unless it is trusted. A
+    shipped file is compared with the SHA-256 of its card.
 
     Args:
-        path: folder of a run, or a ``.safetensors`` file that a run wrote
+        path: name of a shipped model (:func:`list_weights`), folder of a run, or ``.safetensors`` file that a run
+            wrote. A name wins over a folder of that name; write ``"./name"`` for the folder.
         weights: "best" by the validation metric (the last, without a validation split), or "last"; for a run only
         device: device to put the model on
         trust: name of a module outside the package that the file may take its model from, or several names. Importing
@@ -34,12 +36,9 @@ def load(
         The model in evaluation mode; a model of images takes values in [0, 1], (batch, channels, height, width).
 
     Example:
-        >>> model = eq.load("runs/core-mnist-001")
+        >>> model = eq.load("mondeq/mnist-fc")
         >>> logits = model(images)
     """
-    path = Path(path)
-    if path.suffix == ".safetensors":
-        return open_checkpoint(path, Trust.of(trust))[0].to(device).eval()
     return open_weights(open_run(path, trust), weights)[0].to(device).eval()
 
 
@@ -47,7 +46,7 @@ def open_weights(run: Run, weights: str = "best") -> tuple[nn.Module, dict[str, 
     """Return the model of a run, the facts saved with it, and its file."""
     file = weights_file(run, weights)
     model, facts = open_checkpoint(file, run.trust)
-    checkpoints.require_same_recipe(file, facts, run.facts["tables"], run.folder / "run.json")
+    checkpoints.require_same_recipe(file, facts, run.facts["tables"], run.origin)
     return model, facts, file
 
 
@@ -69,8 +68,8 @@ def open_checkpoint(file: Path, trust: Trust) -> tuple[nn.Module, dict[str, Any]
 
 
 def start_from(model: nn.Module, path: str) -> list[str]:
-    """Load the weights of another run or file as far as they match; return the names of the model's other tensors."""
-    file = Path(path) if path.endswith(".safetensors") else weights_file(open_run(Path(path)))
+    """Load the weights of a run or file, or shipped ones, where they match; return the names of the other tensors."""
+    file = weights_file(open_run(path))
     tensors, _ = checkpoints.read(file)
     return checkpoints.load_matching(model, tensors, file)
 
@@ -79,10 +78,14 @@ def weights_file(run: Run, weights: str = "best") -> Path:
     """Return the checkpoint of a run with the best or the last weights."""
     if weights not in ("best", "last"):
         raise ValueError(f"weights is {weights!r}; allowed: 'best', 'last'.")
+    if run.file is not None:
+        if weights == "last":
+            raise RunError(f"{run} has a single set of weights, and no last ones: leave out weights = 'last'.")
+        return run.file
     for file in (run.best, run.last) if weights == "best" else (run.last,):
         if file.exists():
             return file
-    raise RunError(f"{run.folder} has no checkpoint yet: it was stopped before the end of its first epoch.")
+    raise RunError(f"{run} has no checkpoint yet: it was stopped before the end of its first epoch.")
 
 
 def data_facts(saved: dict[str, Any]) -> dict[str, Any]:
@@ -95,4 +98,4 @@ def data_of(run: Run, recipe: Recipe, folders: Sequence[Path]) -> DataSet:
     try:
         return load_data(recipe, run.data_folders(folders), run.source.where.trust)
     except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:  # damaged options
-        raise RunError(f"{run.folder / 'run.json'}: data set {recipe.data.name!r}: {error}") from error
+        raise RunError(f"{run.origin}: data set {recipe.data.name!r}: {error}") from error
