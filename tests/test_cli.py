@@ -19,6 +19,7 @@ from equipoise.cli import main, parser
 from equipoise.lab.data import MissingData, load
 from equipoise.lab.recipes.reading import kind_of, open_recipe, recipe_names
 from equipoise.lab.recipes.schema import Recipe
+from lab_helpers import timeless
 from official_files import make_cityscapes, make_imagenette
 
 ROOT = Path(__file__).parent.parent
@@ -284,6 +285,9 @@ MADE = {
 }
 
 
+EXPLICIT = ("resnet", "hrnet")  # models that solve nothing
+
+
 @pytest.mark.parametrize("name", [name for name in recipe_names() if kind_of(open_recipe(name)) is Recipe])
 def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch):
     """On the real data, where it is there: in $EQUIPOISE_DATA or in a folder of data beside the repository.
@@ -303,8 +307,12 @@ def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch
     assert main(["train", name, *words]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     result = json.loads((folder / "result.json").read_text())
-    solves = result["test"]["solver"]["forward"]
-    if open_recipe(name).read(Recipe).failures.share < 1:
+    recipe, solver = open_recipe(name).read(Recipe), result["test"]["solver"]
+    if recipe.model.name in EXPLICIT:
+        assert not solver
+        return
+    solves = solver["forward"]
+    if recipe.failures.share < 1:
         assert result["failed_steps"] == 0
         assert solves["failed"] < 0.01
     else:  # the model is meant to run out of steps
@@ -360,7 +368,7 @@ def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     shutil.rmtree(folder / "row-2" / "core-digits-001" / "seed-1")
     untouched = (folder / "row-1" / "core-digits-001" / "checkpoints" / "last.safetensors").stat().st_mtime_ns
     assert main(["resume", str(folder)]) == 0
-    assert json.loads((folder / "table.json").read_text())["rows"] == rows
+    assert timeless(json.loads((folder / "table.json").read_text())["rows"]) == timeless(rows)
     assert (folder / "row-1" / "core-digits-001" / "checkpoints" / "last.safetensors").stat().st_mtime_ns == untouched
     assert (folder / "row-2" / "core-digits-001" / "seed-1" / "result.json").exists()
 

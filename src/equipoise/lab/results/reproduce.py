@@ -23,6 +23,7 @@ from equipoise.lab.recipes.reading import (
     recipes_folder,
 )
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
+from equipoise.lab.results.costs import HEADINGS, costs, shown
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
@@ -132,6 +133,7 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
         "spread": summary[row.metric]["spread"] if len(runs) > 1 else None,
         "seeds": len(runs),
         "parameters": (runs[0].result or {}).get("parameters"),
+        "costs": costs(runs),
         "folder": f"{folder.parent.name}/{folder.name}",
     }
 
@@ -149,10 +151,12 @@ def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, 
         text += f"\n{len(lines)} of {total} rows so far.\n"
     about = (("Aim", table.paper.aim), ("Note", table.paper.note))
     text += "".join(f"\n{name}: {words}.\n" for name, words in about if words) + "\n"
-    text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
+    more = [HEADINGS[column] for column in table.columns]
+    text += f"| | {' | '.join(['metric', 'paper', 'measured', 'parameters', *more])} |\n|{'---|' * (5 + len(more))}\n"
     for line in lines:
         numbers = f"{value(line['paper'], line['paper_spread'])} | {value(line['measured'], line['spread'])}"
-        text += f"| {line['label']} | {line['metric']} | {numbers} | {line['parameters']:,} |\n"
+        cells = [f"{line['parameters']:,}", *(shown(column, line["costs"]) for column in table.columns)]
+        text += f"| {line['label']} | {line['metric']} | {numbers} | {' | '.join(cells)} |\n"
     return text
 
 

@@ -46,7 +46,7 @@ BEST = {"metric": str, "value": NUMBER, "epoch": int, "phase": int}
 RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
 RESULT |= {"test_of_last?": METRICS, "best?": BEST}
 LINE = {"kind": str, "step": int}  # of log.jsonl
-EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
+EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int, "peak_memory?": int} | {
     f"{split}?": METRICS for split in ("train", "val", "test")
 }
 STEP = {**LINE, "steps": {str: int}, "residual": {str: MEASURED}, "failed_samples": int} | {

@@ -28,6 +28,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
 from equipoise.lab.runs.machine import Machine, seed_everything, seed_of
+from equipoise.lab.runs.memory import peak_memory, reset_peak_memory
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
@@ -342,6 +343,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         position, phases = self.state.position, self.recipe.phases
         self.started = time.monotonic() - self.state.seconds
+        reset_peak_memory(self.machine.device)
         epoch = len(self.data.train)
         done = (self.epochs_before[position.phase] + position.epoch) * epoch
         done += min(position.batch * self.recipe.training.batch_size, epoch)
@@ -487,6 +489,8 @@ class Trainer:
         record["failed_steps"] = state.failed
         state.seconds = time.monotonic() - self.started
         record["seconds"] = round(state.seconds, 3)
+        if (peak := peak_memory(self.machine.device)) is not None:
+            record["peak_memory"] = peak
         self.log.write(**record)
         self.show_epoch(record)
         position.epoch, position.batch = position.epoch + 1, 0

@@ -93,7 +93,7 @@ class WeightTied(nn.Module, ABC):
         require_number("pool", pool, at_least=1, at_most=min(shape[1:]), whole=True)
         self.inject = nn.Conv2d(shape[0], tiers[0], 3, padding=1)  # type: ignore[arg-type]
         cell = PlainCell(tiers)  # type: ignore[arg-type]
-        solver = Broyden(memory=12)
+        solver = Broyden(memory=30)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=solver, tolerance=TOLERANCE, gradient=gradient)
         height, width = shape[1:]
         if several:
