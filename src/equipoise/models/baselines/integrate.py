@@ -87,10 +87,13 @@ class Integration:
         from torchdiffeq import odeint, odeint_adjoint
 
         times = torch.tensor([0.0, 1.0], dtype=y0.dtype, device=y0.device)
-        settings: dict[str, Any] = {"rtol": self.solver.tolerance, "atol": self.solver.tolerance}
-        settings |= {"method": self.solver.method, "options": {"max_num_steps": self.solver.max_steps}}
+        steps = {"max_num_steps": self.solver.max_steps}
+        # The last step ends at t = 1 (backward: at 0): to interpolate within it would be less accurate than the step.
+        settings: dict[str, Any] = {"options": {**steps, "step_t": times[1:]}, "method": self.solver.method}
+        settings |= {"rtol": self.solver.tolerance, "atol": self.solver.tolerance}
         if torch.is_grad_enabled() and self.solver.adjoint:
-            return odeint_adjoint(self, y0, times, adjoint_params=tuple(self.f.parameters()), **settings)[1]
+            settings |= {"adjoint_options": {**steps, "step_t": times[:1]}, "adjoint_params": tuple(self.f.parameters())}
+            return odeint_adjoint(self, y0, times, **settings)[1]
         return odeint(self, y0, times, **settings)[1]
 
     def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
