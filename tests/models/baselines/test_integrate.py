@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_closed_form(adjoint):
 
 @pytest.mark.parametrize("adjoint", [True, False])
 def test_gradients_of_the_model_are_those_of_finite_differences(adjoint):
-    model = eq.models.NeuralODE((1, 4, 4), 3, filters=3, augment=1, time=True, tolerance=1e-7, adjoint=adjoint).double()
+    model = eq.models.NeuralODE((1, 4, 4), 3, filters=3, augment=1, time=True, tolerance=1e-5, adjoint=adjoint).double()
     images, weight = torch.rand(2, 1, 4, 4, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
     gradients = torch.autograd.grad((model(images) * weight).sum(), list(model.parameters()))
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
@@ -71,8 +71,10 @@ def test_gradients_of_the_model_are_those_of_finite_differences(adjoint):
             parameter += step * direction
         return (model(images) * weight).sum().item()
 
-    step = 1e-6
-    assert (at(step) - at(-2 * step)) / (2 * step) == pytest.approx(slope, rel=1e-4)
+    step = 1e-4
+    assert (at(step) - at(-2 * step)) / (2 * step) == pytest.approx(
+        slope, rel=3e-3
+    )  # ReLU limits the order of the method
 
 
 @pytest.mark.parametrize("adjoint", [True, False])

@@ -12,7 +12,7 @@ from equipoise.fixed_point import collect
 from equipoise.options import option, options
 from equipoise.solution import Report, Result, Solution, Statistics
 
-METHODS = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")  # those with an adaptive step size
+METHODS = ("dopri5", "dopri8", "bosh3", "adaptive_heun")  # those with an adaptive step size
 
 
 @options
@@ -84,15 +84,17 @@ class Integration:
 
     def solve(self, y0: Tensor) -> Tensor:
         """Return y(1), with its graph if gradients are enabled."""
-        from torchdiffeq import odeint, odeint_adjoint
-
+        odeint, odeint_adjoint = import_torchdiffeq()
         times = torch.tensor([0.0, 1.0], dtype=y0.dtype, device=y0.device)
         steps = {"max_num_steps": self.solver.max_steps}
         # The last step ends at t = 1 (backward: at 0): to interpolate within it would be less accurate than the step.
         settings: dict[str, Any] = {"options": {**steps, "step_t": times[1:]}, "method": self.solver.method}
         settings |= {"rtol": self.solver.tolerance, "atol": self.solver.tolerance}
         if torch.is_grad_enabled() and self.solver.adjoint:
-            settings |= {"adjoint_options": {**steps, "step_t": times[:1]}, "adjoint_params": tuple(self.f.parameters())}
+            settings |= {
+                "adjoint_options": {**steps, "step_t": times[:1]},
+                "adjoint_params": tuple(self.f.parameters()),
+            }
             return odeint_adjoint(self, y0, times, **settings)[1]
         return odeint(self, y0, times, **settings)[1]
 
@@ -131,6 +133,15 @@ class Integration:
             self.evaluations,
             self.evaluations * self.samples,
         )
+
+
+def import_torchdiffeq() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    try:
+        from torchdiffeq import odeint, odeint_adjoint
+    except ImportError as error:
+        message = "a Neural ODE needs the package torchdiffeq: pip install 'equipoise[baselines]'."
+        raise ImportError(message) from error
+    return odeint, odeint_adjoint
 
 
 class Guarded(torch.autograd.Function):
