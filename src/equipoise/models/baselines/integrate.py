@@ -157,6 +157,6 @@ class Guarded(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        found = None if ctx.value is None else ctx.run.pull_back(ctx.value, ctx.inputs, cotangent)
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # type: ignore[override]
+        found = None if ctx.value is None else ctx.run.pull_back(ctx.value, ctx.inputs, *cotangents)
         return (None, *([torch.full_like(tensor, torch.nan) for tensor in ctx.inputs] if found is None else found))
