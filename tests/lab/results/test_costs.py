@@ -8,7 +8,7 @@ from equipoise.lab.recipes.schema import Row, TableSpec
 from equipoise.lab.results.costs import costs, costs_of, shown
 from equipoise.lab.results.reproduce import markdown
 from equipoise.lab.runs.folder import Run
-from equipoise.lab.runs.memory import peak_memory, reset_peak_memory
+from equipoise.lab.runs.machine import peak_memory, reset_peak_memory
 
 
 def epoch(step, seconds, forward=None, backward=None, failed=0.0, **more):

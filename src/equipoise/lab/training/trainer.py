@@ -27,8 +27,7 @@ from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
-from equipoise.lab.runs.machine import Machine, seed_everything, seed_of
-from equipoise.lab.runs.memory import peak_memory, reset_peak_memory
+from equipoise.lab.runs.machine import Machine, peak_memory, reset_peak_memory, seed_everything, seed_of
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
