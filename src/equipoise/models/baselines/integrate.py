@@ -50,7 +50,7 @@ def integrate(f: nn.Module, y0: Tensor, solver: ODESolver, on_failure: str = "wa
         solver: options of the integration.
         on_failure: "warn", "raise" or "ignore".
     """
-    report = Report(on_failure, settings="tolerance, max_steps")
+    report = Report(on_failure, settings="those of ODESolver, which it shares with the forward one")
     run = Integration(f, y0, solver, report)
     weights = [parameter for parameter in f.parameters() if parameter.requires_grad]
     recorded = torch.is_grad_enabled() and (y0.requires_grad or bool(weights))

@@ -20,6 +20,7 @@ from equipoise.gradients.base import GradientRule
 from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape
 from equipoise.models.parts.keyword_options import accepts, positional_of
 from equipoise.options import is_number, require, require_number
+from equipoise.problem.problem import autocast_state
 from equipoise.solvers import Broyden
 from equipoise.tolerance import Tolerance
 
@@ -47,10 +48,12 @@ class PlainCell(nn.Module):
 
     def start(self, u: Tensor) -> Tiers:
         """Return the initial z for an injection: zeros."""
-        parts = [torch.zeros_like(u)]
+        narrow = autocast_state(u.device.type)  # autocast narrows u, but the state must stay in float32
+        dtype = torch.promote_types(u.dtype, torch.float32) if narrow else u.dtype
+        parts = [torch.zeros_like(u, dtype=dtype)]
         for conv in self.between:
             height, width = (-(-n // 2) for n in parts[-1].shape[2:])
-            parts.append(u.new_zeros(len(u), conv.out_channels, height, width))  # type: ignore[arg-type]
+            parts.append(u.new_zeros(len(u), conv.out_channels, height, width, dtype=dtype))  # type: ignore[arg-type]
         return tuple(parts)
 
 
