@@ -186,7 +186,8 @@ def folder_to_train_in(parent: Path, name: str, machine: Machine) -> Iterator[Pa
     try:
         yield folder
     except Exception:
-        if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):
+        logged = any(log.stat().st_size for log in folder.rglob("log.jsonl"))
+        if machine.leads and not logged and not any(folder.rglob("last.safetensors")):
             shutil.rmtree(folder)
         raise
 
