@@ -343,10 +343,13 @@ def resume(trained: Run, *words: str, expect: int = 0, **settings: object) -> st
     return run(trained.folder.parent.parent, "resume", trained.folder, *TRUST, *words, expect=expect, **settings)
 
 
+UNSTEADY = ("seconds", "folder", "origin", "peak_memory", "seconds per epoch", "peak memory")
+
+
 def timeless(value: Any) -> Any:
-    """The same without times and without where it is and comes from."""
+    """The same without times, without memory, without where it is and comes from."""
     if isinstance(value, dict):
-        return {key: timeless(entry) for key, entry in value.items() if key not in ("seconds", "folder", "origin")}
+        return {key: timeless(entry) for key, entry in value.items() if key not in UNSTEADY}
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
 

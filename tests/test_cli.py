@@ -285,6 +285,9 @@ MADE = {
 }
 
 
+EXPLICIT = ("resnet", "hrnet")  # models that solve nothing
+
+
 @pytest.mark.parametrize("name", [name for name in recipe_names() if kind_of(open_recipe(name)) is Recipe])
 def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch):
     """On the real data, where it is there: in $EQUIPOISE_DATA or in a folder of data beside the repository.
@@ -304,8 +307,12 @@ def test_every_recipe_trains_within_its_smoke_budget(name, tmp_path, monkeypatch
     assert main(["train", name, *words]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     result = json.loads((folder / "result.json").read_text())
-    solves = result["test"]["solver"]["forward"]
-    if open_recipe(name).read(Recipe).failures.share < 1:
+    recipe, solver = open_recipe(name).read(Recipe), result["test"]["solver"]
+    if recipe.model.name in EXPLICIT:
+        assert not solver
+        return
+    solves = solver["forward"]
+    if recipe.failures.share < 1:
         assert result["failed_steps"] == 0
         assert solves["failed"] < 0.01
     else:  # the model is meant to run out of steps

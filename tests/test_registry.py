@@ -341,6 +341,8 @@ def test_an_error_of_the_constructor_itself_is_kept():
 
 # Models by name
 
+BASELINES = ("neural-ode", "plain-deq", "unrolled", "resnet", "hrnet")
+
 
 def test_models_are_created_by_name():
     assert "conv-equilibrium" in list_models()
@@ -362,7 +364,7 @@ def test_models_are_created_by_name():
         ),
         *(
             (name, {"shape": (1, 8, 8), "classes": 3, **wrong}, ValueError, words)
-            for name in ("conv-equilibrium", "mondeq", "mdeq", "opteq", "popteq", "mopteq")
+            for name in ("conv-equilibrium", "mondeq", "mdeq", "opteq", "popteq", "mopteq", *BASELINES)
             for wrong, words in (
                 ({"classes": 1}, "classes is 1; a classifier needs"),
                 ({"classes": 4.0}, "classes is 4.0; a classifier needs at least 2 (a whole number"),
@@ -388,7 +390,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["conv-equilibrium", "mondeq", "mdeq", "mopteq"])
+@pytest.mark.parametrize("name", ["conv-equilibrium", "mondeq", "mdeq", "mopteq", *BASELINES])
 @pytest.mark.parametrize(("images", "words"), IMAGES.values(), ids=IMAGES)
 def test_invalid_images_are_rejected(name, images, words):
     options = {"size": "reduced"} if name == "mopteq" else {}

@@ -157,14 +157,19 @@ def watch_solves() -> Iterator[list[Solution]]:
 
 
 def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
-    solves, token = _watched.get(), _watched.set(None)
+    token = _watched.set(None)
     try:
         solution = run(f, z0, inputs, options)
     finally:
         _watched.reset(token)
-    if solves is not None:
-        solves.append(solution)
+    collect(solution)
     return solution
+
+
+def collect(solution: Solution) -> None:
+    """Hand a Solution to :func:`watch_solves`; for layers that are solved by other means than :func:`fixed_point`."""
+    if (solves := _watched.get()) is not None:
+        solves.append(solution)
 
 
 def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:

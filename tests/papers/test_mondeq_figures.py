@@ -92,13 +92,14 @@ def mondeq(kind):
 def test_table_1_has_every_recipe_and_what_its_aim_says():
     source = open_recipe("mondeq/table1")
     table = source.read(TableSpec)
-    assert sorted(row.recipe for row in table.rows) == mondeq("phases")
+    aims = {name: open_recipe(name).read(Recipe).paper.aim for name in mondeq("phases")}
+    assert sorted(row.recipe for row in table.rows) == [name for name, aim in aims.items() if "(table 1)" in aim]
     for row, recipe in rows(source, None, []):
         read = recipe.read(Recipe)
-        found = re.fullmatch(r"([\d.]+) \+- ([\d.]+) % \(table 1\)", read.paper.aim)
+        found = re.match(r"([\d.]+)(?: \+- ([\d.]+) )?% \(table 1\)", read.paper.aim)
         assert found, read.paper.aim
         assert row.paper == pytest.approx(float(found[1]) / 100)  # accuracies are shares of 1 in the lab
-        assert row.spread == pytest.approx(float(found[2]) / 100)
+        assert row.spread == (found[2] and pytest.approx(float(found[2]) / 100))  # the paper cites some without one
         assert row.metric == "accuracy"
         assert read.seeds == 3
 

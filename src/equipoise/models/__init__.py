@@ -1,4 +1,4 @@
-"""Equilibrium models, by name."""
+"""Equilibrium models and the models they are compared with, by name."""
 
 from typing import Any
 
@@ -19,6 +19,11 @@ MODELS = Registry(
         "mdeq-vae": "equipoise.models.generator.vae:MDEQVAE",
         "small-classifier": "equipoise.models.features.classifier:SmallClassifier",
         "few-shot-mdeq": "equipoise.models.few_shot.model:FewShotMDEQ",
+        "neural-ode": "equipoise.models.baselines.neural_ode:NeuralODE",
+        "plain-deq": "equipoise.models.baselines.weight_tied:PlainDEQ",
+        "unrolled": "equipoise.models.baselines.weight_tied:Unrolled",
+        "resnet": "equipoise.models.baselines.resnet:ResNet",
+        "hrnet": "equipoise.models.baselines.hrnet:HRNet",
     },
     nn.Module,
 )

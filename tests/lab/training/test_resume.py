@@ -21,6 +21,7 @@ from equipoise.lab.files import read_json
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
 from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training import trainer as training
 from equipoise.lab.training.evaluate import add, evaluate
 from lab_helpers import (
@@ -619,3 +620,17 @@ def test_sums_of_a_run_from_before_a_result_was_added_are_continued():
     assert total["forward results"].tolist() == [4, 2, 1, 1, 1]
     with pytest.raises(ValueError, match="the sums 'loss' have the shapes"):
         add(total, {"loss": torch.ones(2)})
+
+
+def test_a_run_that_is_stopped_before_its_first_line_is_kept(tmp_path):
+    """Nothing is logged yet, but there is a checkpoint, and the message says how to continue."""
+    machine = Machine(torch.device("cpu"))
+    with pytest.raises(training.Stopped), training.folder_to_train_in(tmp_path, "a/run", machine) as folder:
+        (folder / "log.jsonl").touch()
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "last.safetensors").touch()
+        raise training.Stopped(folder, 3, signal.SIGTERM, [])
+    assert (folder / "checkpoints" / "last.safetensors").exists()
+    with pytest.raises(ValueError, match="a mistake"), training.folder_to_train_in(tmp_path, "a/run", machine) as empty:
+        raise ValueError("a mistake")
+    assert not empty.exists()

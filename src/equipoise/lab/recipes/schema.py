@@ -139,6 +139,7 @@ class TableSpec:
     rows: tuple[Row, ...]
     paper: Paper = Paper()
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes to every row, after the row's own
+    columns: tuple[Literal["time", "evaluations", "memory", "failed"], ...] = ()  # what training cost, from the logs
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from equipoise.lab.recipes.reading import (
     recipes_folder,
 )
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
+from equipoise.lab.results.costs import HEADINGS, costs, shown
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
@@ -140,6 +141,7 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
         "parameters": results[0].get("parameters"),
         "epochs": results[0].get("epochs"),
         "seconds": sum(result.get("seconds", 0) for result in results),
+        "costs": costs(runs),
         "folder": f"{folder.parent.name}/{folder.name}",
     }
 
@@ -162,10 +164,12 @@ def markdown(table: TableSpec, lines: list[dict[str, Any]], budget: str | None, 
         text += f"\n{len(lines)} of {total} rows so far.\n"
     about = (("Aim", table.paper.aim), ("Note", table.paper.note))
     text += "".join(f"\n{name}: {words}.\n" for name, words in about if words) + "\n"
-    text += "| | metric | paper | measured | parameters |\n|---|---|---|---|---|\n"
+    more = [HEADINGS[column] for column in table.columns]
+    text += f"| | {' | '.join(['metric', 'paper', 'measured', 'parameters', *more])} |\n|{'---|' * (5 + len(more))}\n"
     for line in lines:
         numbers = f"{value(line['paper'], line['paper_spread'])} | {value(line['measured'], line['spread'])}"
-        text += f"| {line['label']} | {line['metric']} | {numbers} | {line['parameters']:,} |\n"
+        cells = [f"{line['parameters']:,}", *(shown(column, line["costs"]) for column in table.columns)]
+        text += f"| {line['label']} | {line['metric']} | {numbers} | {' | '.join(cells)} |\n"
     return text
 
 

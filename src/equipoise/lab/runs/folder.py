@@ -52,7 +52,7 @@ ORIGIN = {"recipe": str, "tables": dict, "command": str, "started": str, "source
 ORIGIN |= {"versions": {str: (str, type(None))}, "machine": {str: (str, int, type(None))}}
 RESULT |= {"test_of_last?": METRICS, "best?": BEST, "epochs?": int, "failed_steps?": int, "origin?": ORIGIN}
 LINE = {"kind": str, "step": int}  # of log.jsonl
-EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int} | {
+EPOCH = {**LINE, "epoch": int, "phase": int, "seconds": NUMBER, "failed_steps": int, "peak_memory?": int} | {
     f"{split}?": METRICS for split in ("train", "val", "test")
 }
 STEP = {**LINE, "steps": {str: int}, "residual": {str: MEASURED}, "failed_samples": int} | {

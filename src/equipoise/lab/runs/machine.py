@@ -1,4 +1,4 @@
-"""The machine that a command runs on: device, threads, processes that share the work, and seeds of random numbers."""
+"""The machine that a command runs on: device, threads, memory, processes that share the work, and random numbers."""
 
 import ctypes
 import hashlib
@@ -7,9 +7,10 @@ import platform
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -131,6 +132,32 @@ def processor() -> str:
     except OSError:  # not Linux
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start measuring: return what earlier runs of this process have freed to the system, and forget their peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(AttributeError, OSError, TypeError):  # another C library, another system
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak since the last reset, in bytes; None where it is not known.
+
+    On a CPU it is the resident memory of the whole process, torch and the data included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def choose_device(name: str | None, local_rank: int | None) -> torch.device:

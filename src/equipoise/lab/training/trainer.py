@@ -27,7 +27,7 @@ from equipoise.lab.recipes.schema import Jacobian
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import Log, Run, RunError, create, new_folder
 from equipoise.lab.runs.load import start_from
-from equipoise.lab.runs.machine import Machine, processor, seed_everything, seed_of
+from equipoise.lab.runs.machine import Machine, peak_memory, processor, reset_peak_memory, seed_everything, seed_of
 from equipoise.lab.training.evaluate import (
     IDLE,
     Evaluation,
@@ -186,7 +186,8 @@ def folder_to_train_in(parent: Path, name: str, machine: Machine) -> Iterator[Pa
     try:
         yield folder
     except Exception:
-        if machine.leads and not any(log.stat().st_size for log in folder.rglob("log.jsonl")):
+        logged = any(log.stat().st_size for log in folder.rglob("log.jsonl"))
+        if machine.leads and not logged and not any(folder.rglob("last.safetensors")):
             shutil.rmtree(folder)
         raise
 
@@ -344,6 +345,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         position, phases = self.state.position, self.recipe.phases
         self.started = time.monotonic() - self.state.seconds
+        reset_peak_memory(self.machine.device)
         epoch = len(self.data.train)
         done = (self.epochs_before[position.phase] + position.epoch) * epoch
         done += min(position.batch * self.recipe.training.batch_size, epoch)
@@ -489,6 +491,8 @@ class Trainer:
         record["failed_steps"] = state.failed
         state.seconds = time.monotonic() - self.started
         record["seconds"] = round(state.seconds, 3)
+        if (peak := peak_memory(self.machine.device)) is not None:
+            record["peak_memory"] = peak
         self.log.write(**record)
         self.show_epoch(record)
         position.epoch, position.batch = position.epoch + 1, 0

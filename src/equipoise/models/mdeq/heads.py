@@ -18,16 +18,16 @@ EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
 
 
 class Bottleneck(nn.Module):
-    """Residual bottleneck: 1x1, 3x3 and 1x1 convolutions with non-affine batch norms, and a shortcut."""
+    """Residual bottleneck: 1x1, 3x3 and 1x1 convolutions with batch norms, not affine in an MDEQ, and a shortcut."""
 
-    def __init__(self, inputs: int, channels: int):
+    def __init__(self, inputs: int, channels: int, affine: bool = False):
         super().__init__()
         outputs = EXPANSION * channels
         self.inner = nn.Sequential(
-            *conv_norm_relu(inputs, channels, 1, affine=False),
-            *conv_norm_relu(channels, channels, 3, affine=False),
+            *conv_norm_relu(inputs, channels, 1, affine=affine),
+            *conv_norm_relu(channels, channels, 3, affine=affine),
             nn.Conv2d(channels, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs, affine=False),
+            nn.BatchNorm2d(outputs, affine=affine),
         )
         self.shortcut = nn.Sequential()
         if inputs != outputs:
@@ -40,13 +40,20 @@ class Bottleneck(nn.Module):
 class ClassificationHead(nn.Module):
     """Compute logits: widen every scale, merge it into the next lower resolution, average the last over the image.
 
-    See :class:`~equipoise.models.mdeq.cell.MDEQSize` for the arguments.
+    See :class:`~equipoise.models.mdeq.cell.MDEQSize` for the arguments, and :class:`Bottleneck` for ``affine``.
     """
 
-    def __init__(self, channels: Sequence[int], head_channels: Sequence[int], final_channels: int, classes: int):
+    def __init__(
+        self,
+        channels: Sequence[int],
+        head_channels: Sequence[int],
+        final_channels: int,
+        classes: int,
+        affine: bool = False,
+    ):
         super().__init__()
         widths = [EXPANSION * h for h in head_channels]
-        self.widen = nn.ModuleList(Bottleneck(c, h) for c, h in zip(channels, head_channels, strict=True))
+        self.widen = nn.ModuleList(Bottleneck(c, h, affine) for c, h in zip(channels, head_channels, strict=True))
         pairs = itertools.pairwise(widths)
         self.merge = nn.ModuleList(conv_norm_relu(a, b, 3, stride=2, bias=True) for a, b in pairs)
         self.final = conv_norm_relu(widths[-1], final_channels, 1, bias=True)

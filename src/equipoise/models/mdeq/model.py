@@ -33,6 +33,8 @@ _CITYSCAPES: dict[str, Any] = {"downsamplings": 2, "post_affine": True}
 SIZES = {  # table 4 of the paper; "public" sizes are those of the authors' code where it differs
     "cifar10-small": MDEQSize((8, 16, 32), (4, 8, 16), 64, groups=4, dropout=0.2),  # the paper does not specify a head
     "cifar10-large": MDEQSize((28, 56, 112, 224), groups=4, dropout=0.25, **_CIFAR_HEAD),
+    # 2.53M: in the tables of the MOptEq paper, which does not state the channels
+    "cifar10-2.5m": MDEQSize((16, 32, 64, 128), (6, 12, 24, 48), 200, groups=4, dropout=0.25),
     "cifar10-small-public": MDEQSize((24, 24), (8, 16), 200, dropout=0.25),
     "cifar10-large-public": MDEQSize(_FOUR, dropout=0.3, **_CIFAR_HEAD),
     "cifar10-large-regularized": MDEQSize(_FOUR, dropout=0.22, **_CIFAR_HEAD),
