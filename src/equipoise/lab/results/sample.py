@@ -116,16 +116,9 @@ def drawn_latents(
 def density_of(
     run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
 ) -> LatentDensity:
-    """Return the density kept in the run's folder, or fit it; a file of other weights is not used."""
-    file = run.folder / DENSITY.format(weights)
-    mark = checkpoints.checksum(checkpoints.model_tensors(model), "")
-    if file.exists():
-        tensors, text = checkpoints.contents(file)
-        with checkpoints.fitting(file):
-            if (facts := parse(text))["weights"] == mark:
-                density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
-                density.load_state_dict(tensors)
-                return density.eval()
+    """Return the density kept in the run's folder, or fit it."""
+    if (kept := kept_density(run, trained, model, weights)) is not None:
+        return kept
     found = latents_of(run, trained, model, latents, folders)
     if len(found) < FEWEST:
         raise RunError(
@@ -134,8 +127,28 @@ def density_of(
         )
     with progress_bar("density", 1) as bar:
         density = fit_density(found, each=lambda _: bar.refresh())
-    checkpoints.save(file, density.state_dict(), {"size": asdict(density.size), "weights": mark})
+    facts = {"size": asdict(density.size), "weights": mark_of(model)}
+    checkpoints.save(run.folder / DENSITY.format(weights), density.state_dict(), facts)
     return density
+
+
+def kept_density(run: Run, trained: Trained, model: Generator, weights: str) -> LatentDensity | None:
+    """Return the density kept in the run's folder; None if there is none, or if it belongs to other weights."""
+    file = run.folder / DENSITY.format(weights)
+    if not file.exists():
+        return None
+    tensors, text = checkpoints.contents(file)
+    with checkpoints.fitting(file):
+        if (facts := parse(text))["weights"] != mark_of(model):
+            return None
+        density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
+        density.load_state_dict(tensors)
+        return density.eval()
+
+
+def mark_of(model: Generator) -> str:
+    """Return a checksum of the weights, which a density belongs to."""
+    return checkpoints.checksum(checkpoints.model_tensors(model), "")
 
 
 def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
