@@ -35,7 +35,15 @@ PATIENCE = 1.0  # seconds without an event after which a sign of life is sent
 
 @dataclass
 class Page:
-    """The models of the page by view, and the queue of jobs."""
+    """The models of the page by view, its files, and the queue of jobs.
+
+    Args:
+        models: models to show; each appears in the views that take it.
+        limits: bounds on requests and jobs.
+
+    Example:
+        >>> app = Page(available(["runs/mondeq-mnist-fc-001"], machine, Trust())).application(door)
+    """
 
     models: Sequence[Available]
     limits: Limits = LIMITS
@@ -48,6 +56,18 @@ class Page:
             view.name: {model.name: model for model in self.models if view.takes(model)} for view in VIEWS.values()
         }
         self.files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
+
+    def application(self, door: Door) -> ASGIApp:
+        """Return the ASGI application behind its guard."""
+        routes = [
+            Route("/", self.file),
+            Route("/static/{name}", self.file),
+            Route("/facts", self.facts),
+            Route("/upload/{view}", self.upload, methods=["POST"]),
+            Route("/{view}/{action}", self.act, methods=["POST"]),
+        ]
+        handlers = {Refused: refused, ClientDisconnect: left}
+        return Guard(Starlette(routes=routes, lifespan=self.life, exception_handlers=handlers), door)
 
     # Answers
 
@@ -166,20 +186,6 @@ async def left(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # nobody reads it
 
 
-def application(models: Sequence[Available], door: Door, limits: Limits = LIMITS) -> ASGIApp:
-    """Return the ASGI application of the page."""
-    page = Page(models, limits)
-    routes = [
-        Route("/", page.file),
-        Route("/static/{name}", page.file),
-        Route("/facts", page.facts),
-        Route("/upload/{view}", page.upload, methods=["POST"]),
-        Route("/{view}/{action}", page.act, methods=["POST"]),
-    ]
-    app = Starlette(routes=routes, lifespan=page.life, exception_handlers={Refused: refused, ClientDisconnect: left})
-    return Guard(app, door)
-
-
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens; port 0 is a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -210,7 +216,7 @@ def serve(
     listener = listening(host, port)
     door = Door(host, listener.getsockname()[1], secrets.token_urlsafe(24))
     config = uvicorn.Config(
-        application(models, door, limits),
+        Page(models, limits).application(door),
         log_level="warning",
         access_log=False,
         server_header=False,

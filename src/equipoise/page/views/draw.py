@@ -79,7 +79,6 @@ def describe(model: Available) -> dict[str, Any]:
         "solvers": [
             {"name": name, "label": choice.label, "step": choice.step} for name, choice in solvers_of(model).items()
         ],
-        "certified": isinstance(model.original, MonDEQ),
         "steps": LIMITS.steps,
         "radius": LARGEST_RADIUS,
     }

@@ -18,7 +18,7 @@ from equipoise.page.sent import Sent
 from equipoise.page.views import latents
 from equipoise.page.views.view import Clock, View, Work
 from equipoise.solvers import Progress
-from equipoise.tasks.image_quality import psnr
+from equipoise.tasks.image_quality import psnr_of_error
 from equipoise.tasks.physics import Compose, GaussianBlur, GaussianNoise, Identity, LinearPhysics, Mask
 from equipoise.tasks.restore_images import Restored, filled, restore, restore_by_adam
 
@@ -59,7 +59,7 @@ def solve(sent: Sent, model: Available) -> Work:
         generator, truth = latents.generator(model), model.prepared(image)  # pixels in [-1, 1]
         physics = degradation(hole.to(truth.device), noise, blur, seed)
         y = physics(truth)
-        job.emit("given", {"picture": shown(y), "psnr": float(psnr(y, truth))})
+        job.emit("given", {"picture": shown(y), "psnr": psnr(y, truth)})
 
         def jointly(callback: Call) -> Restored:
             return restore(generator, y, physics, steps=steps, callback=callback)
@@ -117,9 +117,12 @@ def watch_one(
     except Enough:
         images, seconds = best[1], clock.spent
     images = images if finish is None else finish(images)
-    quality = float(psnr(images, truth))
-    job.emit("end", {"lane": lane, "seconds": seconds, "psnr": quality, "picture": shown(images)})
+    job.emit("end", {"lane": lane, "seconds": seconds, "psnr": psnr(images, truth), "picture": shown(images)})
     return seconds
+
+
+def psnr(images: Tensor, truth: Tensor) -> float:
+    return float(psnr_of_error((images - truth).square().mean()))
 
 
 def shown(images: Tensor) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Scene:
         while (near := (at - self.middle) * side / (self.width / 2)) > 0.05:
             wide = max(8.0, self.random.uniform(60, 100) * near)
             left, right = sorted((at, at - side * wide))
-            top, bottom = self.horizon - tall * near * self.random.uniform(0.8, 1.2), self.horizon + 26 * near
+            top, bottom = self.horizon - tall * near * self.random.uniform(0.8, 1.2), self.horizon + 44 * near
             wall = self.random.choice(WALLS)
             self.draw.rectangle((left, top, right, bottom), wall)
             self.windows((left, top, right, bottom), 9 * near, wall)
