@@ -55,7 +55,9 @@ export class Generate extends Panel {
     this.canvases.forEach((button, k) => {
       const ends = ["first", "second"].filter((name) => this.number(name) === k);
       button.setAttribute("aria-pressed", ends.length > 0);
-      $(button, "b").textContent = ends.map((name) => (name === "first" ? "from" : "to")).join(", ");
+      const badge = ends.map((name) => (name === "first" ? "from" : "to")).join(", ");
+      $(button, "b").textContent = badge;
+      button.setAttribute("aria-label", `Sample ${k + 1}${badge && `, ${badge}`}`);
     });
   }
 
