@@ -13,6 +13,7 @@ export class Draw extends Panel {
   constructor(name, view) {
     super(name, view);
     if (this.empty) return;
+    $(this.root, "details").open = matchMedia("(min-width: 820px)").matches;
     this.curve = new Curve($(this.root, ".residuals"), { names: ["residual"] });
     this.player = new Player($(this.root, ".player"), (at) => this.frame(at));
     this.sketch = new Sketch($(this.root, ".sketch"), () => this.solve());
@@ -136,6 +137,7 @@ export class Draw extends Panel {
       certificate: (found) => this.certificate(found),
     });
     if (!whole) return;
+    this.frame(this.player.at); // of both solvers: the second one may have ended with fewer steps
     this.player.end();
     const [first, second] = this.ends;
     this.say(second ? `${this.curve.names[0]}: ${ending(first)} ${this.curve.names[1]}: ${ending(second)}` : ending(first));
@@ -161,7 +163,7 @@ export class Draw extends Panel {
         label.className = p === best ? "best" : "";
       });
       if (!frame.maps) return;
-      const scale = Math.max(...frames.map((each) => each.scale ?? 0)) || 1;
+      const scale = frames.findLast((each) => each.scale)?.scale ?? 1;
       showMaps($(this.root, `.maps${lane}`), frame.maps, (level) => diverging(((level - 127) / 127) * (frame.scale / scale)));
     });
   }

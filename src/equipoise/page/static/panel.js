@@ -111,6 +111,8 @@ export class Panel {
       this.say(message);
       return;
     }
+    const folded = place.closest("details");
+    if (folded) folded.open = true;
     const id = `${this.name}-${control}-error`;
     const line = document.getElementById(id) ?? Object.assign(document.createElement("p"), { id, className: "error" });
     line.setAttribute("role", "alert");
@@ -193,5 +195,5 @@ export function percent(share) {
 /** The sentence that ends a solve. */
 export function ending({ converged, steps, message, seconds }) {
   const time = seconds < 1 ? `${Math.max(1, Math.round(1000 * seconds))} ms` : `${seconds.toFixed(1)} s`;
-  return converged ? `Settled after ${steps} steps (${time}).` : `Not settled after ${steps} steps: ${message}`;
+  return converged ? `Settled after ${steps} steps (${time}).` : `Not settled after ${steps} steps (${time}): ${message}`;
 }

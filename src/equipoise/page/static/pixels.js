@@ -35,9 +35,9 @@ export function blank(canvas, width = canvas.width, height = canvas.height) {
   canvas.height = height;
 }
 
-/** Blue below zero, orange above, near-white at zero; t in [-1, 1]. */
+/** Blue below zero, orange above, near-white at zero; t beyond [-1, 1] looks like its end. */
 export function diverging(t) {
-  const s = Math.abs(t);
+  const s = Math.min(1, Math.abs(t));
   const end = t < 0 ? [20, 80, 170] : [200, 80, 10];
   return end.map((level) => Math.round(246 + s * (level - 246)));
 }

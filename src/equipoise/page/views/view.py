@@ -19,6 +19,12 @@ from equipoise.solution import Result, Solution
 from equipoise.solvers import Progress
 
 Work = Callable[[Job], object]
+WORDS = {  # for a visitor, who has controls instead of options
+    Result.CONVERGED: "",
+    Result.MAX_STEPS: "the residual was still above the tolerance. Allow more steps or a larger tolerance.",
+    Result.STALLED: "the residual no longer fell. Choose another solver, a shorter step or a larger tolerance.",
+    Result.NONFINITE: "the state became infinite. Choose another solver or a shorter step.",
+}
 SIDE = 32  # largest height and width of a feature map that is sent
 MAPS = 24  # number of feature maps that are sent, if they are images
 
@@ -68,7 +74,7 @@ def ending(solution: Solution, seconds: float) -> dict[str, Any]:
         "evaluations": solution.stats.evaluations,
         "residual": float(solution.stats.residual[0]),
         "converged": result is Result.CONVERGED,
-        "message": "" if result is Result.CONVERGED else result.message,
+        "message": WORDS.get(result, result.message),
         "seconds": seconds,
     }
 
