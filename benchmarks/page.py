@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import page_server
 from page_browser import open_browser
-from page_server import Server, write_run
+from page_server import Server, wait, write_run
 
+STATUS = "return document.querySelector('#view-draw .status').textContent"
 MEASURE = """
 const done = arguments[arguments.length - 1];
 const canvas = document.querySelector(".sketch"), shown = document.querySelector("#view-draw .player output");
@@ -65,6 +66,7 @@ def main() -> None:
             try:
                 browser.set_script_timeout(120)
                 browser.get(server.address)
+                wait(lambda: browser.execute_script(STATUS).startswith("Settled"))  # the example is solved
                 rounds = [browser.execute_async_script(MEASURE) for _ in range(arguments.rounds + 1)][1:]
             finally:
                 browser.quit()
