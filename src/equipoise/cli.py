@@ -658,6 +658,8 @@ def page(arguments: argparse.Namespace) -> None:
     if arguments.threads is None:
         arguments.threads = 1  # two solves run at once, and small tensors gain little from more threads
     with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
         run_page(arguments.runs, machine, arguments.host, arguments.port, Trust.of(arguments.trust), arguments.data)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from equipoise.lab.data.files.images import fitted, opened, pixels
 from equipoise.page.limits import LIMITS, Limits
 from equipoise.page.refused import Refused
 
+ONE_AT_A_TIME = threading.Lock()  # decoded images are large, and threads share the filters of warnings
+
 
 def decoded(data: bytes, shape: Sequence[int | None], limits: Limits = LIMITS) -> tuple[Tensor, str]:
     """Decode an uploaded file to uint8 (channels, height, width); return it with a note on what was changed.
@@ -27,12 +30,10 @@ def decoded(data: bytes, shape: Sequence[int | None], limits: Limits = LIMITS) -
         data: content of the file.
         shape: channels, height and width; None for the image's own, shrunk to at most ``limits.pixels``.
     """
-    from PIL import Image
-
     channels, height, width = shape
     assert channels is not None
     try:
-        with warnings.catch_warnings():
+        with ONE_AT_A_TIME, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged and of large files, which get an error
             image = opened(data)
             turned = image.getexif().get(274, 1) >= 5  # a quarter turn
@@ -45,8 +46,6 @@ def decoded(data: bytes, shape: Sequence[int | None], limits: Limits = LIMITS) -
             if height is None or width is None:
                 height, width = shrunk(*size, limits.pixels)
             tensor = pixels(fitted(image, channels, height, width))
-    except Image.DecompressionBombWarning as error:  # pragma: no cover (raised where warnings are errors)
-        raise Refused(f"The file cannot be read: {error}.", "upload") from error
     except Exception as error:  # image libraries raise many kinds for a damaged file
         reason = str(error).rstrip(".") or type(error).__name__
         raise Refused(f"The file cannot be read: {reason}.", "upload") from error

@@ -32,7 +32,7 @@ export class Inside extends Panel {
       $(root, ".heat").replaceChildren(...made("heat", (k) => `Similarity of the channels of branches ${((k + 1) % branches) + 1} and ${k + 1}`));
       $(root, ".branches").replaceChildren(...made("branches", (k) => `Mean magnitude of branch ${k + 1}`));
     }
-    this.examples(0, (picture) => this.take(picture));
+    this.examples({}, (picture) => this.take(picture));
   }
 
   about({ known }) {

@@ -132,9 +132,9 @@ export class Panel {
   }
 
   /** Fill the examples of the view, and choose the first. */
-  async examples(seed, chosen) {
+  async examples(fields, chosen) {
     const row = $(this.root, ".thumbs");
-    await this.run("examples", { seed }, {
+    await this.run("examples", fields, {
       examples: ({ pictures, ...about }) => {
         this.about?.(about, pictures);
         row.replaceChildren(...pictures.map((picture, k) => this.thumb(picture, `Example ${k + 1}`, () => {

@@ -27,7 +27,7 @@ export class Restore extends Panel {
   choose() {
     this.bounds("steps", { max: this.model.steps, value: 60 });
     this.picture = null;
-    this.examples(0, (picture) => this.take(picture));
+    this.examples({ seed: 0 }, (picture) => this.take(picture));
   }
 
   about({ sampled }, pictures) {

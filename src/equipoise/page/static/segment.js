@@ -24,7 +24,7 @@ export class Segment extends Panel {
     const { steps, default_steps: usual, scales } = this.model;
     this.bounds("steps", { max: steps, value: usual });
     this.curve.reset(Array.from({ length: scales }, (_, k) => `scale ${k + 1}`));
-    this.examples(0, (picture) => this.take(picture));
+    this.examples({}, (picture) => this.take(picture));
   }
 
   take(picture) {

@@ -45,7 +45,6 @@ def takes(model: Available) -> bool:
 
 def examples(sent: Sent, model: Available) -> Work:
     """Return test images of the data that the model was trained on, or drawn scenes."""
-    sent.count("seed", 0, 0)
 
     def work(job: Job) -> None:
         images, known = model.test_images(EXAMPLES), True

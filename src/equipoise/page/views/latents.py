@@ -49,11 +49,9 @@ def can_draw(model: Available) -> bool:
 
 def drawn(model: Available, count: int, seed: int) -> Tensor:
     """Draw latent vectors."""
-    draws, found = torch.Generator().manual_seed(seed), density(model)
-    if found is None:
-        device = model.trained.setting.device
-        return torch.randn(count, generator(model).latent, generator=draws).to(device)
-    return found.sample(count, draws)
+    draws, found, setting = torch.Generator().manual_seed(seed), density(model), model.trained.setting
+    x = torch.randn(count, length(model), generator=draws) if found is None else found.sample(count, draws)
+    return x.to(setting.device, setting.dtype)
 
 
 def deviations(model: Available) -> Tensor:

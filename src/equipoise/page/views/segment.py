@@ -35,7 +35,6 @@ def takes(model: Available) -> bool:
 
 def examples(sent: Sent, model: Available) -> Work:
     """Return drawn street scenes of the size that the model was trained on."""
-    sent.count("seed", 0, 0)
 
     def work(job: Job) -> None:
         images = scenes.drawn(EXAMPLES, model.shape)
