@@ -42,7 +42,7 @@ def test_all_the_commands_are_there():
     assert names == {
         *("train", "resume", "evaluate", "predict", "report", "reproduce"),
         *("figure", "recipes", "runs", "data", "doctor", "segment", "attack", "restore", "sample", "interpolate"),
-        "distance",
+        *("distance", "page"),
     }
     assert {("data", "list"), ("data", "get"), ("data", "check")} <= set(COMMANDS)
 
