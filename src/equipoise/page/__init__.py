@@ -30,10 +30,11 @@ def run_page(
     from equipoise.page.available import available
     from equipoise.page.guard import is_loopback
 
-    models = available(runs, machine, trust, folders)
-    for model in models:
-        used = [name for name, view in VIEWS.items() if view.takes(model)]
-        if model.name in runs and not used:
+    models = []
+    for model in available(runs, machine, trust, folders):
+        if any(view.takes(model) for view in VIEWS.values()):
+            models.append(model)
+        elif model.name in runs:  # a shipped model that no view shows is left out
             raise ValueError(f"--run {model.name}: no view of the page shows this kind of model.")
 
     def ready(address: str) -> None:
