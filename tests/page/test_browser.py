@@ -55,6 +55,15 @@ class Page:
     def settled(self):
         self.until(lambda: self.status.startswith(("Settled", "Not settled", "Done")))
 
+    def played(self):
+        """Wait until the last step is shown."""
+
+        def at_end():
+            step, _, last = self.one(".player output").text.split()
+            return step == last
+
+        self.until(at_end)
+
     def choose(self, name, value):
         select = self.one(f"[name={name}]")
         self.browser.execute_script(
@@ -122,7 +131,7 @@ def test_a_stroke_is_classified_and_its_residuals_are_drawn(page, server):
     seen = page.pixels(".seen")
     assert seen.shape == (28, 28)
     assert seen.max() == 255
-    page.until(lambda: page.one(".player output").text.split()[0] == page.one(".player output").text.split()[-1])
+    page.played()
     assert page.one(".bars .best").text == str(predicted(server, seen))
     steps = int(page.one(".player output").text.split()[-1])
     assert f"{steps} steps" in page.status
@@ -180,6 +189,7 @@ def test_a_brushed_image_is_restored(page):
     page.stroke(".brush", (-0.2, 0), (0.2, 0))
     page.one("[name=solve]").click()
     page.settled()
+    page.played()
     given, restored, truth = (page.pixels(f".{name}") for name in ("given", "image0", "truth"))
     hidden = given != truth
     assert 20 < hidden.sum() < 300
@@ -240,7 +250,7 @@ def test_twenty_quick_clicks_end_with_the_last(page, server):
     buttons = page.all("#view-draw .examples button")
     page.browser.execute_script("for (let k = 0; k < 20; k++) arguments[0][k % 10].click()", buttons)
     page.until(lambda: server.idle() and page.status.startswith("Settled"))
-    page.until(lambda: page.one(".player output").text.split()[0] == page.one(".player output").text.split()[-1])
+    page.played()
     assert page.one(".bars .best").text == str(predicted(server, page.pixels(".seen")))
     assert workers() == 2
 
