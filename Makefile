@@ -24,7 +24,7 @@ $(VENV)/with-lab: $(VENV)/made
 	@touch $@
 
 $(VENV)/with-dev: $(VENV)/made
-	$(PIP) -e '.[dev,lab,attacks,baselines,tensorboard,onnx,bench]'
+	$(PIP) -e '.[dev,lab,attacks,baselines,tensorboard,onnx,page,bench]'
 	@touch $(VENV)/with-lab $(VENV)/with-bench $@
 
 $(VENV)/with-bench: $(VENV)/made

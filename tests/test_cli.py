@@ -43,7 +43,7 @@ def test_all_the_commands_are_there():
     assert names == {
         *("train", "resume", "evaluate", "predict", "report", "reproduce"),
         *("figure", "recipes", "runs", "data", "doctor", "segment", "attack", "restore", "sample", "interpolate"),
-        *("distance", "weights", "convert"),
+        *("distance", "weights", "convert", "results", "page"),
     }
     assert {("data", "list"), ("data", "get"), ("data", "check")} <= set(COMMANDS)
 

@@ -680,6 +680,25 @@ def results(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "equipoise page --run runs/jiio-celeba-001",
+    argument("--run", dest="runs", action="append", default=[], metavar="RUN", help="trained run to show; repeatable"),
+    argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"),
+    argument("--port", type=int, default=8421, help="port, or 0 for a free one (default: %(default)s)"),
+    *(TRUST, DATA, *MACHINE),
+)
+def page(arguments: argparse.Namespace) -> None:
+    """Open a local page on which trained models can be tried, and watched while they are solved."""
+    from equipoise.page import run_page
+
+    if arguments.threads is None:
+        arguments.threads = 1  # two solves run at once, and small tensors gain little from more threads
+    with machine_of(arguments) as machine:
+        if not machine.leads:
+            return
+        run_page(arguments.runs, machine, arguments.host, arguments.port, Trust.of(arguments.trust), arguments.data)
+
+
 def open_run(arguments: argparse.Namespace, folder: str | Path | None = None) -> Run:
     from equipoise.lab.runs.folder import open_run
 

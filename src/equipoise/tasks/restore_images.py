@@ -66,14 +66,21 @@ def restore(
 
 
 def restore_by_adam(
-    generator: Generator, y: Tensor, physics: Physics, *, evaluations: int = STEPS, lr: float = 0.5, inner: int = 2
+    generator: Generator,
+    y: Tensor,
+    physics: Physics,
+    *,
+    evaluations: int = STEPS,
+    lr: float = 0.5,
+    inner: int = 2,
+    callback: Callable[[Progress], object] | None = None,
 ) -> Restored:
     """Restore by Adam on x with inner solves for z and its adjoint, at a given number of evaluations of f.
 
     Inner solves start from the previous ones, the strongest variant of the two-loop method that we measured.
 
     Args:
-        generator, y, physics: see :func:`restore`.
+        generator, y, physics, callback: see :func:`restore`.
         evaluations: largest number of evaluations of f per image; a joint step is one.
         lr: learning rate of x.
         inner: evaluations of each inner solve for z.
@@ -83,7 +90,7 @@ def restore_by_adam(
     short = Tolerance(relative=0.0, max_steps=inner)
     solver = AdamInput(lr=lr, warm=True, tolerance=short, adjoint=short)
     steps = evaluations // (inner + 1)  # one more evaluation, with a graph, for the gradient
-    return restore(generator, y, physics, steps=steps, solver=solver)
+    return restore(generator, y, physics, steps=steps, solver=solver, callback=callback)
 
 
 def fit_measurements(

@@ -116,18 +116,11 @@ def drawn_latents(
 def density_of(
     run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
 ) -> LatentDensity:
-    """Return the density kept in the run's folder or shipped, or fit it; a file of other weights is not used."""
-    file = run.folder / DENSITY.format(weights)
-    for kept in (file, *(() if run.file is None else (shipped_density(run.file),))):
-        if kept.exists():
-            tensors, text = checkpoints.contents(kept)
-            with checkpoints.fitting(kept):
-                if (facts := parse(text))["weights"] == mark_of(model):
-                    density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
-                    density.load_state_dict(tensors)
-                    return density.eval()
+    """Return the density kept in the run's folder or shipped, or fit it."""
+    if (kept := kept_density(run, trained, model, weights)) is not None:
+        return kept
     density = new_density(run, trained, model, latents, folders)
-    save_density(file, density, model)
+    save_density(run.folder / DENSITY.format(weights), density, model)
     return density
 
 
@@ -157,6 +150,19 @@ def new_density(run: Run, trained: Trained, model: Generator, latents: int, fold
         )
     with progress_bar("density", 1) as bar:
         return fit_density(found, each=lambda _: bar.refresh())
+
+
+def kept_density(run: Run, trained: Trained, model: Generator, weights: str) -> LatentDensity | None:
+    """Return the density kept in the run's folder or shipped; None if there is none that belongs to these weights."""
+    for file in (run.folder / DENSITY.format(weights), *(() if run.file is None else (shipped_density(run.file),))):
+        if file.exists():
+            tensors, text = checkpoints.contents(file)
+            with checkpoints.fitting(file):
+                if (facts := parse(text))["weights"] == mark_of(model):
+                    density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
+                    density.load_state_dict(tensors)
+                    return density.eval()
+    return None
 
 
 def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
