@@ -414,7 +414,7 @@ class ForwardBackward(SplittingSolver):
     def step(self, problem: Problem, state: SplittingState) -> SplittingState:
         split, alpha = self.split(problem)
         z = split.activation.prox(torch.lerp(state.z, state.pre, alpha), alpha)
-        problem.count.add(len(z))
+        problem.count.add(z.shape[0])
         pre = split.preactivation(z)
         return SplittingState(z, split.activation(pre), pre)
 
@@ -464,7 +464,7 @@ class ReflectionSolver(SplittingSolver):
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.split(problem)
-        problem.count.add(len(state.z))
+        problem.count.add(state.z.shape[0])
         half = split.activation.reflect(state.u, alpha)
         memory, plain = state.memory, self.relaxation == 1 and state.memory is None
         before = None if plain else state.u
