@@ -1,103 +1,143 @@
-"""ONNX files of traceable models: written, described, and run beside torch."""
+"""ONNX files: written whole, with metadata, after they have been run once."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import equipoise
-from equipoise.fixed_point import watch_solves
+from equipoise.fixed_point import Equilibrium, watch_solves
 from equipoise.lab.files import whole
 from equipoise.models.parts.context_managers import changed, evaluating
-from equipoise.onnx.traced import BATCH, Traceable
+from equipoise.onnx.session import Agreement, Rows, Session, as_rows, compare
+from equipoise.onnx.traced import BATCH, Traceable, numbered
+from equipoise.onnx.tracing import ExportError, tracing
 from equipoise.problem.layout import leaves, rebuild
-from equipoise.registry import MissingPackage
+from equipoise.solvers import Solver
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-EXPORTER = "torch.onnx._internal.exporter"
-FAR = 1e-2  # relative difference on the example above which a file cannot be right
+FAR = 1e-2  # difference on the example, relative to the largest output, above which a file cannot be right
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence remarks of torch's exporter that users can do nothing about: absent torchvision, its own deprecations."""
-    logger = logging.getLogger(EXPORTER)
-    with warnings.catch_warnings(), changed([(logger, "level", logging.ERROR)]):
-        for category in (FutureWarning, DeprecationWarning, UserWarning):
-            warnings.simplefilter("ignore", category)
-        yield
+@dataclass(frozen=True)
+class Exported:
+    """An exported file; ``print(exported)`` describes it.
+
+    Attributes:
+        path: the file.
+        inputs, outputs: names and shapes, "batch" for the free dimension.
+        operations: number of nodes of its graph, those of the loop included.
+        opset: version of the ONNX operators.
+    """
+
+    path: Path
+    inputs: dict[str, tuple[Any, ...]]
+    outputs: dict[str, tuple[Any, ...]]
+    operations: int
+    opset: int
+    model: Traceable = field(repr=False)
+
+    def check(self, batches: Iterable[Any]) -> Agreement:
+        """Compare the file with torch on batches: tensors, or tuples of the model's arguments.
+
+        With early stop, torch solves as it always does; with a fixed number of steps, it takes the same steps.
+        """
+        model = self.model
+
+        def steps_taken(*batch: Any) -> Rows:
+            return as_rows(model(*batch)), None
+
+        reference = solved(model.model, model.solver) if model.steps is None else steps_taken
+        batches = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
+        return compare(reference, Session(self.path), batches)
+
+    def __str__(self) -> str:
+        def listed(values: dict[str, tuple[Any, ...]]) -> str:
+            return ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in values.items())
+
+        size = self.path.stat().st_size / 1e6
+        return (
+            f"{self.path}: {size:.2f} MB, {self.operations} operations, opset {self.opset}\n"
+            f"inputs: {listed(self.inputs)}\noutputs: {listed(self.outputs)}"
+        )
 
 
-def write(path: Path, model: Traceable, example: tuple[Any, ...], facts: dict[str, str], opset: int | None) -> int:
-    """Write a model as ONNX with these facts as metadata; return its number of nodes."""
+def solved(model: nn.Module, solver: Solver | None = None) -> Any:
+    """Return a function that evaluates a model in torch, with another solver if given, for :func:`compare`."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Equilibrium)]
+    changes: list[tuple[object, str, Any]] = [(layer, "on_failure", "ignore") for layer in layers]
+    changes += [(layer, "solver", solver) for layer in layers if solver is not None]
+
+    def rows(*inputs: Any) -> Rows:
+        with torch.no_grad(), evaluating(model), changed(changes), watch_solves() as solves:
+            outputs = model(*inputs)
+        return as_rows(outputs), torch.stack([solution.stats.steps for solution in solves], dim=1)
+
+    return rows
+
+
+def write(path: Path, model: Traceable, example: tuple[Any, ...], facts: dict[str, str], opset: int | None) -> Exported:
+    """Write a model with these facts as metadata, unless the file's outputs for the example are wrong."""
+    program = converted(model, example, opset)
+    program.producer_name, program.producer_version = "equipoise", equipoise.__version__
+    program.metadata_props.update(facts)
+    with whole(path) as part:
+        require_same_outputs(model, example, save(program, part))
+    graph = program.graph
+    inputs, outputs = ({value.name: shape_of(value) for value in values} for values in (graph.inputs, graph.outputs))
+    operations = sum(1 for _ in graph.all_nodes())
+    return Exported(path, inputs, outputs, operations, graph.opset_imports[""], model)
+
+
+def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> Any:
+    """Return a model as ONNX, in memory (an ``onnx_ir.Model``)."""
     import onnx_ir.passes.common as passes
 
     shapes = tuple(rebuild(part, [{0: BATCH} for _ in leaves(part, "example")]) for part in example)
-    inputs = leaves(example, "input")
-    names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
-    with quiet(), torch.no_grad():
+    with tracing(type(model.model).__name__):
         program: Any = torch.onnx.export(
             model,
             example,
             dynamo=True,
             dynamic_shapes={"inputs": shapes},
-            input_names=names,
+            input_names=numbered("input", len(leaves(example, "example"))),
             output_names=model.output_names(),
             opset_version=opset,
             verbose=False,
         )
-    passes.DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)  # a weight is used before the loop and inside it
+    passes.DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)  # weights are used in and before the loop
     passes.ClearMetadataAndDocStringPass()(program.model)  # stack traces of every node
-    program.model.producer_name, program.model.producer_version = "equipoise", equipoise.__version__
-    program.model.metadata_props.update(facts)
-    with whole(path) as part:
-        program.save(str(part))
-    return sum(1 for _ in program.model.graph.all_nodes())
+    return program.model
 
 
-class Session:
-    """An ONNX file in onnxruntime on the CPU, called with tensors.
+def save(program: Any, path: Path) -> Session:
+    """Write a model, and return it opened by onnxruntime."""
+    import onnx_ir
 
-    Args:
-        path: file.
-        threads: number of threads; None for torch's.
+    onnx_ir.save(program, str(path), format="protobuf")
+    return Session(path)
+
+
+def require_same_outputs(model: Traceable, example: tuple[Any, ...], session: Session) -> None:
+    """Raise if outputs for the example are far from torch's: a safeguard against errors of the conversion.
+
+    Samples that did not converge are not compared: small differences of rounding may grow in them.
     """
-
-    def __init__(self, path: Path | str, threads: int | None = None):
-        require_packages()
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or torch.get_num_threads()
-        options.log_severity_level = 3  # errors only: it remarks on every constant that it folds
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        self.inputs = [given.name for given in self.session.get_inputs()]
-        self.outputs = [made.name for made in self.session.get_outputs()]
-
-    def __call__(self, *inputs: Any) -> dict[str, Tensor]:
-        """Return the outputs by name."""
-        given = [tensor.detach().cpu().numpy() for _, tensor in leaves(inputs, "inputs")]
-        outputs = self.session.run(None, dict(zip(self.inputs, given, strict=True)))
-        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, outputs, strict=True)}
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        return self.session.get_modelmeta().custom_metadata_map
-
-
-def require_packages() -> None:
-    """Raise unless all that an export needs is installed."""
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise MissingPackage(
-            f"export needs {' and '.join(missing)}, not installed here: pip install 'equipoise[onnx]'.", name=missing[0]
+    expected, converged = model.reference(example)
+    error = (session.rows(*example)[0] - expected).abs().amax(dim=1)[converged]
+    if not bool((error <= FAR * expected.abs().max()).all()):
+        raise ExportError(
+            f"the outputs of the exported {type(model.model).__name__} for the example differ by up to "
+            f"{float(error.max()):.2g} from torch's, so the file was not kept. Torch's exporter or onnxruntime "
+            "may have an error: try another opset, or another solver."
         )
+
+
+def shape_of(value: Any) -> tuple[Any, ...]:
+    """Return the shape of an ONNX value, with the names of free dimensions."""
+    return tuple(size if isinstance(size, int) else size.value for size in value.shape)

@@ -224,7 +224,7 @@ class ReflectionMethod(SplittingMethod[Any]):
 
     def step(self, problem: FunctionProblem, state: Tensors, seen: Tensor) -> Tensors:
         z, image, pre, *u = state
-        after = self.solver.step(problem, ReflectionState(z, image, pre, self.alpha, *u))
+        after = self.solver.step(problem, ReflectionState(z, image, pre, self.alpha, u[0] if u else None))
         return after.z, after.image, after.pre, *(() if after.kept is None else (after.kept,))
 
 

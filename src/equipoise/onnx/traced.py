@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import equipoise
 from equipoise.fixed_point import Equilibrium, fixed_point
 from equipoise.models.parts.context_managers import evaluating
 from equipoise.onnx.ledger import Rules
 from equipoise.onnx.methods import Method, Tensors, method_of
+from equipoise.onnx.session import as_rows
+from equipoise.onnx.tracing import tracing
 from equipoise.problem.layout import leaves
 from equipoise.problem.problem import FunctionProblem, initial_value
 from equipoise.problem.scope import Scope
@@ -75,7 +78,7 @@ class Body(nn.Module):
         problem = self.method.bound(tensors[b:], tensors[0].shape[0])
         state = self.method.step(problem, tensors[:a], step - 1)
         step = step + 1
-        entries = self.rules.recorded(step, *state[:2], tensors[a:b])
+        entries = self.rules.recorded(step, state[0], state[1], tensors[a:b])
         return fresh((step, *state, *entries))
 
 
@@ -90,12 +93,15 @@ class EarlyStop:
         per_sample = tuple({0: BATCH} for _ in (*carry[1:], *inputs))
         shapes = {"step": None, "tensors": per_sample}
         body = Body(call, self.rules, self.sizes).eval()
-        self.body = torch.export.export(body, (*carry, *(t.clone() for t in inputs)), dynamic_shapes=shapes).module()
+        with tracing(call.name):
+            program = torch.export.export(body, (*carry, *fresh(inputs)), dynamic_shapes=shapes)
+        program.graph.eliminate_dead_code()  # such as results that are no tensors, which a loop cannot hold
+        self.body = program.module()
 
     def carry(self, problem: FunctionProblem, state: Tensors) -> tuple[Tensors, tuple[int, int]]:
         """Return what changes from step to step after the first evaluation, and the lengths of its parts."""
         step = torch.ones((), dtype=torch.int64, device=problem.device)
-        entries = self.rules.recorded(step, *state[:2], self.rules.opened(state[0]))
+        entries = self.rules.recorded(step, state[0], state[1], self.rules.opened(state[0]))
         return fresh((step, *state, *entries)), (len(state), len(entries))
 
     def __call__(self, inputs: tuple[Any, ...], z0: Any) -> tuple[Any, Tensors]:
@@ -144,9 +150,10 @@ class Traceable(nn.Module):
         self, model: nn.Module, example: tuple[Any, ...], steps: int | None, solver: Solver | None, statistics: bool
     ):
         super().__init__()
-        self.model, self.training = model, False
+        self.model, self.steps, self.solver, self.training = model, steps, solver, False
         self.statistics = statistics and steps is None
-        self.layers = {layer: name or "the model" for name, layer in model.named_modules() if isinstance(layer, Equilibrium)}
+        found = model.named_modules()
+        self.layers = {layer: name or "the model" for name, layer in found if isinstance(layer, Equilibrium)}
         self.scope = Scope(leaves(example, "example")[0][1].shape[0], grad=False)
         self.calls: list[Call] = []
 
@@ -195,14 +202,32 @@ class Traceable(nn.Module):
             outputs = [tensor for _, tensor in leaves(self.model(*inputs), "output")]
         return (*outputs, *statistics) if self.statistics else tuple(outputs)
 
+    def reference(self, example: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Return the outputs for the example as rows, and which samples to compare: with early stop, the converged."""
+        if self.steps is None:
+            return as_rows(self.expected), torch.stack([call.solution.converged for call in self.calls]).all(dim=0)
+        outputs = as_rows(self(*example))
+        return outputs, torch.isfinite(outputs).all(dim=1)
+
+    def facts(self) -> dict[str, str]:
+        """Return what a file should say about its origin."""
+        ends = [f"{self.steps} steps" if self.steps else repr(call.layer.tolerance) for call in self.calls]
+        solves = [f"{c.name}: {c.method.solver!r}, {end}" for c, end in zip(self.calls, ends, strict=True)]
+        facts = {"equipoise": equipoise.__version__, "torch": torch.__version__, "model": type(self.model).__name__}
+        return {**facts, "solves": "; ".join(solves)}
+
     def output_names(self) -> list[str]:
         """Return the names of the outputs, in order."""
-        outputs = leaves(self.expected, "output")
-        names = ["output"] if len(outputs) == 1 else [f"output_{i}" for i in range(len(outputs))]
+        names = numbered("output", len(leaves(self.expected, "output")))
         if self.statistics:
-            ends = [""] if len(self.calls) == 1 else [f"_{i}" for i in range(len(self.calls))]
-            names += [f"{name}{end}" for end in ends for name in STATISTICS]
+            columns = zip(*(numbered(name, len(self.calls)) for name in STATISTICS), strict=True)
+            names += [name for column in columns for name in column]
         return names
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """Return a name, or one with a number for each of several."""
+    return [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
 
 
 def fresh(tensors: Sequence[Tensor]) -> Tensors:
