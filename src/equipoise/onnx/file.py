@@ -99,6 +99,7 @@ def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> 
     import onnx_ir.passes.common as passes
 
     shapes = tuple(rebuild(part, [{0: BATCH} for _ in leaves(part, "example")]) for part in example)
+    model.trace()
     with tracing(type(model.model).__name__):
         program: Any = torch.onnx.export(
             model,

@@ -7,7 +7,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,40 +86,54 @@ class EarlyStop:
     """A call as a loop in which every sample stops by its own residual, as in :mod:`equipoise.solvers.loop`."""
 
     def __init__(self, call: Call):
-        self.call, layer = call, call.layer
-        self.rules = Rules(layer.tolerance, call.problem, layer.check_every)
-        problem, inputs, state = call.begin(call.inputs, call.z0)
-        carry, self.sizes = self.carry(problem, state)
-        per_sample = tuple({0: BATCH} for _ in (*carry[1:], *inputs))
-        shapes = {"step": None, "tensors": per_sample}
-        body = Body(call, self.rules, self.sizes).eval()
-        with tracing(call.name):
-            program = torch.export.export(body, (*carry, *fresh(inputs)), dynamic_shapes=shapes)
-        program.graph.eliminate_dead_code()  # such as results that are no tensors, which a loop cannot hold
-        self.body = program.module()
+        self.call = call
+        self.rules = Rules(call.layer.tolerance, call.problem, call.layer.check_every)
+        *_, state = call.begin(call.inputs, call.z0)
+        self.sizes = (len(state), len(self.rules.opened(state[0])))
+        self.body: Callable[..., Tensors] = Body(call, self.rules, self.sizes)
 
-    def carry(self, problem: FunctionProblem, state: Tensors) -> tuple[Tensors, tuple[int, int]]:
-        """Return what changes from step to step after the first evaluation, and the lengths of its parts."""
+    def trace(self) -> nn.Module:
+        """Trace the body of the loop; torch's exporter takes it as it takes modules."""
+        problem, needed, state = self.call.begin(self.call.inputs, self.call.z0)
+        step, *per_sample = fresh((*self.carry(problem, state), *needed))
+        shapes = {"step": None, "tensors": tuple({0: BATCH} for _ in per_sample)}
+        body = Body(self.call, self.rules, self.sizes).eval()
+        with tracing(self.call.name):
+            program = torch.export.export(body, (step, *per_sample), dynamic_shapes=shapes)
+        program.graph.eliminate_dead_code()  # such as results that are no tensors, which a loop cannot hold
+        self.body = traced = program.module()
+        return traced
+
+    def carry(self, problem: FunctionProblem, state: Tensors) -> Tensors:
+        """Return what changes from step to step, after the first evaluation."""
         step = torch.ones((), dtype=torch.int64, device=problem.device)
-        entries = self.rules.recorded(step, state[0], state[1], self.rules.opened(state[0]))
-        return fresh((step, *state, *entries)), (len(state), len(entries))
+        return fresh((step, *state, *self.rules.recorded(step, state[0], state[1], self.rules.opened(state[0]))))
 
     def __call__(self, inputs: tuple[Any, ...], z0: Any) -> tuple[Any, Tensors]:
         """Return the value and its statistics."""
-        problem, constant, state = self.call.begin(inputs, z0)
-        carry, _ = self.carry(problem, state)
-        first, last = 1 + self.sizes[0], 1 + sum(self.sizes)
+        problem, needed, state = self.call.begin(inputs, z0)
+        first, last = self.sizes[0], sum(self.sizes)
         body, rules = self.body, self.rules
 
         def proceeds(step: Tensor, *tensors: Tensor) -> Tensor:
-            return rules.active(step, tensors[first - 1 : last - 1])
+            return rules.active(step, tensors[first:last])
 
         def advanced(step: Tensor, *tensors: Tensor) -> Tensors:
-            return tuple(body(step, *tensors, *constant))
+            return tuple(body(step, *tensors, *needed))
 
-        best, result, steps, residual, *_ = torch.while_loop(proceeds, advanced, carry)[first:last]
+        _, *tensors = loop(proceeds, advanced, self.carry(problem, state))
+        best, result, steps, residual, *_ = tensors[first:last]
         best = torch.where(torch.isfinite(best), best, 0.0)  # of samples whose z0 was never finite
         return problem.unpack(best), (steps, residual, result)
+
+
+def loop(proceeds: Callable[..., Tensor], advanced: Callable[..., Tensors], carry: Tensors) -> Tensors:
+    """Advance while the condition holds: as a loop of the graph when torch exports, else in Python."""
+    if torch.compiler.is_exporting():
+        return torch.while_loop(proceeds, advanced, carry)
+    while bool(proceeds(*carry)):
+        carry = advanced(*carry)
+    return carry
 
 
 class FixedNumber:
@@ -136,7 +150,7 @@ class FixedNumber:
 
 
 class Traceable(nn.Module):
-    """A model in evaluation mode whose solves can be traced.
+    """A model in evaluation mode whose solves can be traced; without tracing, its forward pass is that of the graph.
 
     Args:
         model: any module that calls equilibrium layers.
@@ -168,22 +182,26 @@ class Traceable(nn.Module):
                     f"{type(model).__name__} called no equipoise.Equilibrium on the example: there is no solve to "
                     "export. Use torch.onnx.export for models without one."
                 )
-            if steps is None:
-                self.solves: list[Any] = [EarlyStop(call) for call in self.calls]
-                self.bodies = nn.ModuleList(solve.body for solve in self.solves)
-            else:
-                self.solves = [FixedNumber(call, steps) for call in self.calls]
+            self.solves: list[Any] = [
+                EarlyStop(call) if steps is None else FixedNumber(call, steps) for call in self.calls
+            ]
+        self.bodies = nn.ModuleList()
+
+    def trace(self) -> None:
+        """Trace the bodies of the loops, so that torch can export the module."""
+        with self.prepared(None):
+            self.bodies.extend(solve.trace() for solve in self.solves if isinstance(solve, EarlyStop))
 
     @contextmanager
-    def prepared(self, solve: Callable[[Equilibrium, tuple[Any, ...], Any], Any]) -> Iterator[None]:
-        """Evaluate without gradients, with the weights derived for the example, and solve layers by ``solve``."""
+    def prepared(self, solve: Callable[[Equilibrium, tuple[Any, ...], Any], Any] | None) -> Iterator[None]:
+        """Evaluate without gradients, with the weights derived for the example, and layers solved by ``solve``."""
 
         def replacement(layer: Equilibrium) -> Callable[..., Any]:
-            return lambda *inputs, z0=None: solve(layer, inputs, z0)
+            return lambda *inputs, z0=None: cast(Any, solve)(layer, inputs, z0)
 
         with torch.no_grad(), evaluating(self.model), self.scope.entered():
             try:
-                for layer in self.layers:
+                for layer in self.layers if solve else ():
                     vars(layer)["forward"] = replacement(layer)
                 yield
             finally:
