@@ -98,14 +98,17 @@ def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> 
     """Return a model as ONNX, in memory (an ``onnx_ir.Model``)."""
     import onnx_ir.passes.common as passes
 
-    shapes = tuple(rebuild(part, [{0: BATCH} for _ in leaves(part, "example")]) for part in example)
+    def shapes(first: Any) -> dict[str, Any]:
+        return {"inputs": tuple(rebuild(part, [{0: first} for _ in leaves(part, "example")]) for part in example)}
+
     model.trace()
     with tracing(type(model.model).__name__):
+        # Not left to torch.onnx.export, which would silently fix a batch size that the model turns out to depend on.
+        traced = torch.export.export(model, example, dynamic_shapes=shapes(BATCH))
         program: Any = torch.onnx.export(
-            model,
-            example,
+            traced,
             dynamo=True,
-            dynamic_shapes={"inputs": shapes},
+            dynamic_shapes=shapes(BATCH.__name__),
             input_names=numbered("input", len(leaves(example, "example"))),
             output_names=model.output_names(),
             opset_version=opset,

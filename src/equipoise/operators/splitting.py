@@ -110,7 +110,7 @@ class MonotoneProblem(nn.Module):
         layout = problem.layout
         given = [part for _, part in leaves(problem.inputs[0], "bias")]
         missing = [
-            given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
+            given[0].new_zeros(given[0].shape[0], *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
         ]
         rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
         activation = OnRows(self.activation, self.mask(layout, rows), partial(self.border, layout))
