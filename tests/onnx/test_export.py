@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise.onnx import file as writing
+from equipoise.onnx.file import require_same_outputs
 from equipoise.onnx.session import Session
+from equipoise.onnx.traced import Traceable
 from equipoise.onnx.tracing import ExportError
 from equipoise.registry import MissingPackage
-from test_traced import MODELS, ODD, Cell, Odd
+from export_helpers import MODELS, ODD, Cell, Odd
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -99,7 +100,7 @@ X = torch.randn(2, 6)
         (layer(coupled=True), {}, NotImplementedError, "coupled=True"),
         (layer(), {"solver": eq.PeacemanRachford()}, TypeError, "PeacemanRachford needs"),
     ],
-    ids=repr,
+    ids=range(10),
 )
 def test_what_cannot_be_exported_is_named(model, options, error, sentence, tmp_path):
     path = tmp_path / options.pop("path", "model.onnx")
@@ -127,26 +128,38 @@ def test_splitting_solvers_that_branch_on_data_are_named(model, sentence):
         eq.export(model, "never.onnx", X)
 
 
-@needs_onnx
-def test_an_f_that_branches_on_values_is_named(tmp_path):
-    class Branching(Cell):
-        def forward(self, z, x):
-            return super().forward(z, x) if x.sum() > 0 else super().forward(z, -x)
+class Branching(Cell):
+    def forward(self, z, x):
+        return super().forward(z, -x if z.abs().max() > 1e6 else x)
 
-    with pytest.raises(ExportError, match="could not trace it"):
-        eq.export(eq.Equilibrium(Branching()), tmp_path / "model.onnx", X)
+
+class Mixing(Cell):
+    def forward(self, z, x):
+        return super().forward(z - z.mean(dim=0), x)
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("f", "sentence"),
+    [(Branching(), "torch could not trace it"), (Mixing(), "f mixes the samples of the batch")],
+    ids=["branching", "mixing"],
+)
+def test_what_a_graph_cannot_express_is_named(f, sentence, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(5, 6) * torch.tensor([[0.01], [1.0], [1.0], [3.0], [9.0]])
+    with pytest.raises(ExportError, match=sentence):
+        eq.export(eq.Equilibrium(f, on_failure="ignore"), tmp_path / "model.onnx", x)
     assert not list(tmp_path.iterdir())
 
 
-@needs_onnx
-def test_a_file_with_wrong_outputs_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing.Session, "rows", lambda self, *inputs: (torch.full((2, 6), 3.0), None))
-    path = tmp_path / "model.onnx"
-    path.write_text("an earlier file")
-    with pytest.raises(ExportError, match="differ by up to"):
-        eq.export(layer(solver=eq.Picard()), path, X)
-    assert path.read_text() == "an earlier file"
-    assert list(tmp_path.iterdir()) == [path]
+@pytest.mark.parametrize("wrong", [3.0, torch.nan])
+def test_wrong_outputs_for_the_example_are_named(wrong):
+    class Wrong:
+        def rows(self, x):
+            return torch.full((2, 6), wrong), None
+
+    with pytest.raises(ExportError, match="differ by up to (3|4|nan)"):
+        require_same_outputs(Traceable(layer(), (X,), None, None, True), (X,), Wrong())
 
 
 def test_missing_packages_are_named(monkeypatch):

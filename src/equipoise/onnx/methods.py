@@ -40,12 +40,13 @@ class Method(ABC, Generic[Options]):
     Args:
         solver: its options.
         problem: a problem like those of the graph, with the weights that are frozen into it.
+        from_zero: whether z0 is always 0.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, str]]] = {}  # options: the only value that can be exported, and why
 
-    def __init__(self, solver: Options, problem: FunctionProblem):
-        self.solver, self.problem = solver, problem
+    def __init__(self, solver: Options, problem: FunctionProblem, from_zero: bool):
+        self.solver, self.problem, self.from_zero = solver, problem, from_zero
         for name, (value, reason) in self.unsupported.items():
             if (given := getattr(solver, name)) != value:
                 raise NotImplementedError(
@@ -66,8 +67,8 @@ class Method(ABC, Generic[Options]):
         return self.problem.replaced(scope=replace(self.problem.scope, batch=batch), count=Count(), structures={})
 
     @abstractmethod
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
-        """Return the initial state of a :meth:`bound` problem, where ``image`` = f(z)."""
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
+        """Return the initial state of a :meth:`bound` problem."""
 
     @abstractmethod
     def step(self, problem: FunctionProblem, state: Tensors, seen: Tensor) -> Tensors:
@@ -77,8 +78,8 @@ class Method(ABC, Generic[Options]):
 class PicardMethod(Method[Picard]):
     """Plain and damped steps."""
 
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
-        return z, image
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
+        return z, problem(z)
 
     def step(self, problem: FunctionProblem, state: Tensors, seen: Tensor) -> Tensors:
         z, image = state
@@ -89,9 +90,9 @@ class PicardMethod(Method[Picard]):
 class AndersonMethod(Method[Anderson]):
     """Anderson acceleration; see :class:`~equipoise.solvers.anderson.Anderson` for the equations."""
 
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
         (batch, n), memory = z.shape, self.solver.memory
-        return z, image, *(z.new_zeros(batch, memory, size) for size in (n, n, memory))
+        return z, problem(z), *(z.new_zeros(batch, memory, size) for size in (n, n, memory))
 
     def step(self, problem: FunctionProblem, state: Tensors, seen: Tensor) -> Tensors:
         z, image, left, moves, gram = state
@@ -135,8 +136,8 @@ class BroydenMethod(Method[Broyden]):
 
     unsupported: ClassVar = {"line_search": (0, "the number of its evaluations of f depends on the data")}
 
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
-        (batch, n), memory = z.shape, self.solver.memory
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
+        (batch, n), memory, image = z.shape, self.solver.memory, problem(z)
         left, right = (z.new_zeros(batch, memory, n) for _ in range(2))
         return z, image, left, right, z.new_zeros(batch, memory), image - z
 
@@ -172,8 +173,8 @@ class BroydenMethod(Method[Broyden]):
 class SplittingMethod(Method[SplitOptions]):
     """A splitting solver: its own steps, with the resolvent as products with matrices that are part of the graph."""
 
-    def __init__(self, solver: SplitOptions, problem: FunctionProblem):
-        super().__init__(solver, problem)
+    def __init__(self, solver: SplitOptions, problem: FunctionProblem, from_zero: bool):
+        super().__init__(solver, problem, from_zero)
         self.shown, self.alpha = solver.split(problem)
         activation = cast(OnRows, self.shown.activation).activation
         if isinstance(activation, SmoothActivation) and self.alpha != 1:
@@ -191,12 +192,15 @@ class SplittingMethod(Method[SplitOptions]):
         problem.structures[Splitting] = replace(self.shown, bias=inputs[0], problem=problem)
         return problem
 
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
         """As :meth:`~equipoise.operators.splitting.SplittingSolver.begin`: at 0 for samples whose equilibrium is 0."""
         split = cast(Splitting, problem.structure(Splitting))
-        at_rest = (split.activation(split.bias) == 0).all(dim=1) & torch.isfinite(image).all(dim=1)
-        z, image = (torch.where(at_rest[:, None], 0.0, rows) for rows in (z, image))
-        return z, image, split.product(z) + split.bias
+        if self.from_zero:  # no product with W, which the file then need not contain
+            return z, split.activation(split.bias), split.bias
+        at_rest = (split.activation(split.bias) == 0).all(dim=1, keepdim=True)
+        z = torch.where(at_rest, 0.0, z)
+        pre = split.product(z) + split.bias
+        return z, split.activation(pre), pre
 
 
 class ForwardBackwardMethod(SplittingMethod[ForwardBackward]):
@@ -212,12 +216,12 @@ class ReflectionMethod(SplittingMethod[Any]):
 
     unsupported: ClassVar = {"memory": (0, "the safeguard of its acceleration branches on the data")}
 
-    def __init__(self, solver: ReflectionSolver, problem: FunctionProblem):
-        super().__init__(solver, problem)
+    def __init__(self, solver: ReflectionSolver, problem: FunctionProblem, from_zero: bool):
+        super().__init__(solver, problem, from_zero)
         self.shown.solve(torch.zeros_like(self.shown.bias), self.alpha)  # factorises
 
-    def start(self, problem: FunctionProblem, z: Tensor, image: Tensor) -> Tensors:
-        z, image, pre = super().start(problem, z, image)
+    def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
+        z, image, pre = super().start(problem, z)
         # With relaxation, u does not follow from z and W z + b after the first step.
         u = () if self.solver.relaxation == 1 else (torch.lerp(z, pre, self.alpha),)
         return z, image, pre, *u
@@ -238,7 +242,7 @@ METHODS: dict[type[Solver], type[Method[Any]]] = {
 }
 
 
-def method_of(solver: Solver, problem: FunctionProblem) -> Method[Any]:
+def method_of(solver: Solver, problem: FunctionProblem, from_zero: bool) -> Method[Any]:
     """Return the form of a solver that can be exported, or raise."""
     kind = METHODS.get(type(solver))
     if kind is None:
@@ -247,7 +251,7 @@ def method_of(solver: Solver, problem: FunctionProblem) -> Method[Any]:
             f"{type(solver).__name__} cannot be exported: the number of operations in one of its steps depends on the "
             f"data. Supported: {supported}; pass one as solver=equipoise.Anderson()."
         )
-    return kind(solver, problem)
+    return kind(solver, problem, from_zero)
 
 
 def slot(seen: Tensor, memory: int) -> Tensor:

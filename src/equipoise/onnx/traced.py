@@ -18,7 +18,8 @@ from equipoise.models.parts.context_managers import evaluating
 from equipoise.onnx.ledger import Rules
 from equipoise.onnx.methods import Method, Tensors, method_of
 from equipoise.onnx.session import as_rows
-from equipoise.onnx.tracing import tracing
+from equipoise.onnx.tracing import ExportError, tracing
+from equipoise.operators.splitting import MonotoneProblem
 from equipoise.problem.layout import leaves
 from equipoise.problem.problem import FunctionProblem, initial_value
 from equipoise.problem.scope import Scope
@@ -45,14 +46,15 @@ class Call:
         start = layer.start(inputs) if z0 is None else z0
         self.solution = fixed_point(layer.f, start, *inputs, **options)
         if bool((self.solution.result == Result.COUPLED).any()):
-            raise RuntimeError(f"{name} cannot be exported: {Result.COUPLED.message}")
+            raise ExportError(f"{name} cannot be exported: {Result.COUPLED.message}")
         self.problem, _, _ = FunctionProblem.start(layer.f, start, inputs)
         if self.problem.coarse:
             raise TypeError(f"the state of {name} is in half precision; export the model in float32: model.float().")
         self.problem.gatherable = False
         for leaf in self.problem.layout.leaves:
             leaf.permutation = None  # tensors of a graph have no strides
-        self.method: Method[Any] = method_of(options["solver"], self.problem)
+        zeros = not callable(layer.initial) or (isinstance(layer.f, MonotoneProblem) and layer.initial == layer.f.start)
+        self.method: Method[Any] = method_of(options["solver"], self.problem, from_zero=z0 is None and zeros)
 
     def begin(self, inputs: tuple[Any, ...], z0: Any) -> tuple[FunctionProblem, Tensors, Tensors]:
         """Return the problem as the method sees it, what it needs of the inputs, and the initial state."""
@@ -60,9 +62,9 @@ class Call:
         value, batch = initial_value(start, inputs, False)
         problem = self.method.sized(batch).replaced(inputs=inputs)
         z = problem.pack(value)
-        image, needed = problem(z), self.method.inputs(problem)
+        needed = self.method.inputs(problem)
         bound = self.method.bound(needed, batch)
-        return bound, needed, self.method.start(bound, z, image)
+        return bound, needed, self.method.start(bound, z)
 
 
 class Body(nn.Module):
