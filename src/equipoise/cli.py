@@ -642,8 +642,8 @@ def attack(arguments: argparse.Namespace) -> None:
 )
 def export(arguments: argparse.Namespace) -> None:
     """Write the model of a trained run as an ONNX file, which runs without torch."""
+    from equipoise.export import export_run
     from equipoise.lab.runs.machine import this_machine
-    from equipoise.onnx.trained import export_run
 
     options = {name: getattr(arguments, name) for name in ("weights", "solver", "steps", "opset")}
     check = arguments.limit if arguments.check else None
