@@ -40,7 +40,7 @@ COMMANDS = [path for path, _ in parsers()]
 def test_all_the_commands_are_there():
     names = {path[0] for path in COMMANDS if path}
     assert names == {
-        *("train", "resume", "evaluate", "predict", "report", "reproduce"),
+        *("train", "resume", "evaluate", "predict", "export", "report", "reproduce"),
         *("figure", "recipes", "runs", "data", "doctor", "segment", "attack", "restore", "sample", "interpolate"),
         "distance",
     }
