@@ -41,7 +41,7 @@ COMMANDS = [path for path, _ in parsers()]
 def test_all_the_commands_are_there():
     names = {path[0] for path in COMMANDS if path}
     assert names == {
-        *("train", "resume", "evaluate", "predict", "report", "reproduce"),
+        *("train", "resume", "evaluate", "predict", "export", "report", "reproduce"),
         *("figure", "recipes", "runs", "data", "doctor", "segment", "attack", "restore", "sample", "interpolate"),
         *("distance", "weights", "convert", "results", "page"),
     }
@@ -197,6 +197,21 @@ def test_evaluate_predict_and_list_a_run(run, tmp_path, capsys):
     assert re.search(r"core-digits-001 +core/digits +finished +1/1 +[\d.]+% +[\d.]+%", capsys.readouterr().out)
     assert main(["resume", str(run)]) == 0  # it is finished: says its result again
     assert "test accuracy" in capsys.readouterr().out
+
+
+def test_export_a_run_and_check_it(run, tmp_path, capsys):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    path = tmp_path / "model.onnx"
+    words = ("export", str(run), str(path), "--solver", "picard", "--steps", "2", "--check", "--limit", "30")
+    assert main([*words, "--threads", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"written +\S+model.onnx: [\d.]+ MB, \d+ operations, opset \d+\n", printed)
+    assert "inputs            input (batch, 1, 8, 8)\n" in printed
+    assert "outputs           output (batch, 10)\n" in printed
+    assert "check             30 samples, 100.00% with the same number of steps" in printed
+    assert "must end in .onnx" in fails(capsys, "export", str(run), "model.pt")
+    assert "did you mean 'anderson'?" in fails(capsys, "export", str(run), str(path), "--solver", "andersen")
 
 
 def test_the_evaluation_equals_the_result(run, capsys):

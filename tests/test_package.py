@@ -18,7 +18,7 @@ ROOMS = [
     *("problem", "solvers", "gradients", "fixed_point", "stability", "diagnose"),  # down to here: the core
     *("operators", "joint", "models", "tasks"),
     *("lab.trust", "lab.files", "lab.printable", "lab.data", "lab.recipes", "lab.runs", "lab.training", "lab.results"),
-    *("papers", "weights", "export", "page", "cli", "__main__"),
+    *("papers", "weights", "onnx", "export", "page", "cli", "__main__"),
 ]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from equipoise import command_start  # noqa: F401 (first: it must be there before torch is imported)
 from equipoise.diagnose import check_gradients, compare_solvers, diagnose
+from equipoise.export import export
 from equipoise.fixed_point import Equilibrium, FixedSteps, fixed_point, watch_solves
 from equipoise.gradients import (
     GradientRule,
@@ -127,6 +128,7 @@ __all__ = [
     "compare_solvers",
     "create_model",
     "diagnose",
+    "export",
     "fixed_point",
     "hoist",
     "jacobian_penalty",

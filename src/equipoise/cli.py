@@ -622,6 +622,47 @@ def attack(arguments: argparse.Namespace) -> None:
 
 
 @command(
+    "equipoise export runs/mondeq-mnist-fc-001 model.onnx --check",
+    *RUN,
+    path("out", metavar="FILE", help="file to write, ending in .onnx"),
+    TRUST,
+    argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="number of steps of every solve, written out without a loop (default: each sample stops by its residual)",
+    ),
+    argument("--solver", metavar="NAME", help="solver of every equilibrium, e.g. anderson (default: the run's own)"),
+    argument("--no-statistics", action="store_true", help="return the outputs only, no steps, residuals and results"),
+    argument("--opset", type=int, metavar="N", help="version of the ONNX operators (default: that of torch)"),
+    argument("--check", action="store_true", help="compare the file with torch on test samples"),
+    argument("--limit", type=int, default=1000, help="number of samples for --check, evenly spaced (default: 1000)"),
+    DATA,
+    argument("--threads", type=int, help="number of CPU threads"),
+)
+def export(arguments: argparse.Namespace) -> None:
+    """Write the model of a trained run as an ONNX file, which runs without torch."""
+    from equipoise.export import export_run
+    from equipoise.lab.runs.machine import this_machine
+
+    options = {name: getattr(arguments, name) for name in ("weights", "solver", "steps", "opset")}
+    check = arguments.limit if arguments.check else None
+    with this_machine("cpu", arguments.threads) as machine:
+        if not machine.leads:
+            return
+        run, statistics = open_run(arguments), not arguments.no_statistics
+        exported, agreement = export_run(
+            run, machine, arguments.out, check=check, folders=arguments.data, statistics=statistics, **options
+        )
+    print(f"written           {printable_text(str(exported).splitlines()[0])}")
+    for line in str(exported).splitlines()[1:]:
+        title, _, listed = line.partition(": ")
+        print(f"{title:<18}{listed}")
+    if agreement:
+        print(f"check             {agreement}")
+
+
+@command(
     "equipoise report runs/core-digits-001 runs/core-digits-002",
     path("folders", metavar="RUN", nargs="+", help="folder of a run or sweep"),
     path("--out", metavar="FILE", help="file to write (default: report.html in the folder of the first run)"),

@@ -110,7 +110,7 @@ class MonotoneProblem(nn.Module):
         layout = problem.layout
         given = [part for _, part in leaves(problem.inputs[0], "bias")]
         missing = [
-            given[0].new_zeros(len(given[0]), *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
+            given[0].new_zeros(given[0].shape[0], *leaf.shape, dtype=leaf.dtype) for leaf in layout.leaves[len(given) :]
         ]
         rows = layout.pack(rebuild(layout.nesting, [*given, *missing]))
         activation = OnRows(self.activation, self.mask(layout, rows), partial(self.border, layout))
@@ -414,7 +414,7 @@ class ForwardBackward(SplittingSolver):
     def step(self, problem: Problem, state: SplittingState) -> SplittingState:
         split, alpha = self.split(problem)
         z = split.activation.prox(torch.lerp(state.z, state.pre, alpha), alpha)
-        problem.count.add(len(z))
+        problem.count.add(z.shape[0])
         pre = split.preactivation(z)
         return SplittingState(z, split.activation(pre), pre)
 
@@ -464,7 +464,7 @@ class ReflectionSolver(SplittingSolver):
 
     def step(self, problem: Problem, state: ReflectionState) -> ReflectionState:
         split, alpha = self.split(problem)
-        problem.count.add(len(state.z))
+        problem.count.add(state.z.shape[0])
         half = split.activation.reflect(state.u, alpha)
         memory, plain = state.memory, self.relaxation == 1 and state.memory is None
         before = None if plain else state.u

@@ -143,12 +143,12 @@ def convolved(layer: nn.Conv2d, x: Tensor, grid: tuple[int, int]) -> Tensor:
     padded = F.pad(memory(x), (0, 0, 0, 0, 1, 1, 1, 1))
     (height, width), (outputs, inputs) = x.shape[2:], layer.weight.shape[:2]
     taps = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    ones = x.new_ones(1).expand(height, width, 1, len(x))
+    ones = x.new_ones(1).expand(height, width, 1, x.shape[0])
     patches = torch.cat([*taps, ones], dim=2)
     if few := patches.shape[2] < outputs:  # what is smaller is placed in the grid
         patches = embed(patches, grid)
     assert layer.bias is not None
     kernel = torch.cat([layer.weight.permute(0, 2, 3, 1).reshape(outputs, 9 * inputs), layer.bias[:, None]], dim=1)
     out = torch.bmm(kernel.expand(patches.shape[0] * patches.shape[1], -1, -1), patches.flatten(0, 1))
-    stored = out.view(*patches.shape[:2], outputs, len(x))
+    stored = out.view(*patches.shape[:2], outputs, x.shape[0])
     return stored if few else embed(stored, grid)

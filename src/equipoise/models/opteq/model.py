@@ -145,7 +145,7 @@ class BranchModel(nn.Module, ABC):
 
     def branches(self, g: Tensor) -> Images:
         """Return z of every branch at the equilibrium."""
-        with Scope(len(g)).entered():  # what prepares the solve shares its weights
+        with Scope(g.shape[0]).entered():  # what prepares the solve shares its weights
             return self.equilibrium(*self.cell.prepare(g))
 
     def read(self, z: Images) -> Tensor:

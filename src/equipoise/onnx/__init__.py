@@ -1,0 +1,1 @@
+"""Solves as static graphs, and the ONNX files made of them: what :func:`equipoise.export` is built from."""
