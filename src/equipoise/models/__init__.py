@@ -17,6 +17,7 @@ MODELS = Registry(
         "mopteq": "equipoise.models.opteq.model:MOptEq",
         "generator": "equipoise.models.generator.model:Generator",
         "mdeq-vae": "equipoise.models.generator.vae:MDEQVAE",
+        "conv4": "equipoise.models.few_shot.conv4:Conv4",
         "few-shot-mdeq": "equipoise.models.few_shot.model:FewShotMDEQ",
     },
     nn.Module,

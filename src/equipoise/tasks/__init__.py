@@ -14,6 +14,9 @@ TASKS = Registry(
         "restoration": "equipoise.tasks.restoration:Restoration",
         "vae": "equipoise.tasks.vae:VAE",
         "few-shot": "equipoise.tasks.few_shot:FewShot",
+        "maml": "equipoise.tasks.maml:MAML",
+        "reptile": "equipoise.tasks.reptile:Reptile",
+        "imaml": "equipoise.tasks.imaml:IMAML",
     },
     Task,
 )

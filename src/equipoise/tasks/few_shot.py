@@ -259,6 +259,6 @@ class FewShot(EpisodeTask):
     def check_model(self, model: nn.Module) -> None:
         if not all(hasattr(model, name) for name in ("features", "cell", "head", "blank")):
             raise ValueError(
-                f"the model {type(model).__name__} has no task vector; the task few-shot requires one: choose the model "
-                f"'few-shot-mdeq' ({FewShotMDEQ.__name__}), or the task 'maml', 'reptile' or 'imaml'."
+                f"the model {type(model).__name__} has no task vector; the task few-shot requires one: choose the "
+                f"model 'few-shot-mdeq' ({FewShotMDEQ.__name__}), or the task 'maml', 'reptile' or 'imaml'."
             )
