@@ -4,6 +4,7 @@ import functools
 import importlib
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from equipoise.lab.recipes.reading import (
     recipes_folder,
 )
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
+from equipoise.lab.results.distance import run_distances
+from equipoise.lab.results.features import open_features
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
@@ -76,6 +79,8 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     lines: list[dict[str, Any]] = []
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
+    if table.distances is not None:
+        open_features(table.distances, places)  # raises if its file is missing
     introduce(table, budget, recipes, source, machine)
     try:
         for row, recipe in pairs:
@@ -85,7 +90,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
             number = next(i for i, other in enumerate(recipes, 1) if other.tables == recipe.tables)
             trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
             if machine.leads:
-                lines.append(measured(row, trained))
+                lines.append(measured(row, trained, partial(distance_metrics, table, machine, places)))
                 write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
                 write_text(folder / "table.md", markdown(table, lines, budget, len(pairs)))
     finally:  # finished rows are shown also when training is stopped
@@ -116,10 +121,27 @@ def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list
     return pairs
 
 
-def measured(row: Row, folder: Path) -> dict[str, Any]:
-    """Return the result of a trained row: one number, or mean and standard deviation over seeds."""
+def distance_metrics(table: TableSpec, machine: Machine, folders: Sequence[Path], run: Run) -> dict[str, float]:
+    """Return the distances of a generator's images that a table asks for; they are kept in the run's folder."""
+    if table.distances is None:
+        return {}
+    file = run.folder / f"distances-{table.distances}.json"
+    if not file.exists():
+        write_json(file, run_distances(run, machine, table.distances, folders=folders).metrics())
+    return read_json(file, {str: (int, float)})
+
+
+def measured(row: Row, folder: Path, more: Callable[[Run], dict[str, float]] = lambda run: {}) -> dict[str, Any]:
+    """Return the result of a trained row: one number, or mean and standard deviation over seeds.
+
+    Args:
+        folder: folder of the run or sweep.
+        more: function that returns further metrics of a run.
+    """
     runs = [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
-    summary = summarize([run.result or {} for run in runs])
+    results = [run.result or {} for run in runs]
+    tests = [{**result.get("test", {}), **more(run)} for result, run in zip(results, runs, strict=True)]
+    summary = summarize([{"test": test} for test in tests])
     if row.metric not in summary:
         raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
     return {

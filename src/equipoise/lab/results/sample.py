@@ -18,9 +18,9 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.generator.autoencoder import Autoencoder, VariationalAutoencoder
+from equipoise.models.generator.decoder import Decoder
 from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensity, fit_density
-from equipoise.models.generator.model import Generator
-from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require_number
 from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 
@@ -33,7 +33,7 @@ LARGEST_SEED = 2**63 - 1  # that torch takes
 
 def open_generator(
     run: Run, machine: Machine, weights: str, sections: Sequence[str] = USE_SECTIONS, files: bool = False
-) -> tuple[Trained, Generator]:
+) -> tuple[Trained, Decoder]:
     """Return a trained run and its generator, or its decoder; raise RunError for a run of another model.
 
     Args:
@@ -46,7 +46,7 @@ def open_generator(
     except ValueError:
         raise RunError(
             f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
-            "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
+            "model 'generator', or of an autoencoder such as 'mdeq-vae'; the recipe jiio/celeba trains one."
         ) from None
     if files and generator.shape[0] not in MODES:
         raise RunError(f"the run's images have {generator.shape[0]} channels; image files require 1 or 3.")
@@ -67,7 +67,7 @@ def sample_images(
     """Draw images and write them as one grid (.png).
 
     A VAE is sampled from its prior, N(0, I), unless ``latents`` is given. Otherwise, the first call fits a density to
-    the latent vectors of training images, and keeps it in the run's folder.
+    the latent vectors of training images, see :func:`latent_vectors`, and keeps it in the run's folder.
 
     Args:
         out: file to write; it must not exist.
@@ -105,20 +105,18 @@ def drawn_latents(
 ) -> tuple[Tensor, LatentDensity | None]:
     """Draw latent vectors; return them with the density they are from. See :func:`sample_images`."""
     model, draws = generator_in(trained.model), torch.Generator().manual_seed(seed)
-    if latents is None and isinstance(trained.model, MDEQVAE):
+    if latents is None and isinstance(trained.model, VariationalAutoencoder):
         return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
     latents = LATENTS if latents is None else latents
     require_number("latents", latents, at_least=FEWEST, whole=True)
-    density = density_of(run, trained, model, weights, latents, folders)
+    density = density_of(run, trained, weights, latents, folders)
     return density.sample(samples, draws), density
 
 
-def density_of(
-    run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
-) -> LatentDensity:
+def density_of(run: Run, trained: Trained, weights: str, latents: int, folders: Sequence[Path]) -> LatentDensity:
     """Return the density kept in the run's folder, or fit it; a file of other weights is not used."""
     file = run.folder / DENSITY.format(weights)
-    mark = checkpoints.checksum(checkpoints.model_tensors(model), "")
+    mark = checkpoints.checksum(checkpoints.model_tensors(trained.model), "")
     if file.exists():
         tensors, text = checkpoints.contents(file)
         with checkpoints.fitting(file):
@@ -126,7 +124,7 @@ def density_of(
                 density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
                 density.load_state_dict(tensors)
                 return density.eval()
-    found = latents_of(run, trained, model, latents, folders)
+    found = latents_of(run, trained, latents, folders)
     if len(found) < FEWEST:
         raise RunError(
             f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
@@ -138,15 +136,24 @@ def density_of(
     return density
 
 
-def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
+def latents_of(run: Run, trained: Trained, count: int, folders: Sequence[Path]) -> Tensor:
     """Return the latent vectors of evenly spaced training images."""
     images = spread(data_of(run, trained.recipe, folders).train, count)
     found = []
-    with progress_bar("latent vectors", len(images)) as bar, quiet_failures(), torch.no_grad():
+    with progress_bar("latent vectors", len(images)) as bar:
         for truth in prepared(trained, images):
-            found.append(fit(model, squared_error, truth, steps=STEPS).x)
+            found.append(latent_vectors(trained, truth))
             bar.update(len(truth))
     return torch.cat(found)
+
+
+def latent_vectors(trained: Trained, images: Tensor) -> Tensor:
+    """Return the latent vectors of images: those of an autoencoder's encoder; else they are found by joint steps."""
+    with quiet_failures(), torch.no_grad():
+        if isinstance(trained.model, Autoencoder):
+            with trained.setting.autocast():
+                return trained.model.codes(images)
+        return fit(generator_in(trained.model), squared_error, images, steps=STEPS).x
 
 
 def prepared(trained: Trained, images: Split) -> Iterator[Tensor]:
@@ -177,15 +184,14 @@ def interpolate_images(
     ]
     given = torch.stack([image for image, _ in read]).to(trained.setting.device)
     truth = trained.setting.prepare(trained.task, (given,))[0]
-    with quiet_failures(), torch.no_grad():
-        ends = fit(model, squared_error, truth, steps=STEPS).x
+    ends = latent_vectors(trained, truth)
     weight = torch.linspace(0, 1, frames, device=ends.device)[:, None]
     between = decoded(trained, model, (1 - weight) * ends[0] + weight * ends[1])
     write_grid(out, torch.cat([truth[:1].cpu(), between, truth[1:].cpu()]), columns=frames + 2)
     return [note for _, note in read if note]
 
 
-def decoded(trained: Trained, model: Generator, x: Tensor) -> Tensor:
+def decoded(trained: Trained, model: Decoder, x: Tensor) -> Tensor:
     """Return the images of latent vectors, on the CPU."""
     with quiet_failures(), torch.no_grad(), trained.setting.autocast():
         return torch.cat([model(rows.to(trained.setting.dtype)).cpu() for rows in x.split(BATCH)])
