@@ -317,7 +317,6 @@ def test_every_learner_learns_to_learn_digits(name, options, optimizer, steps, l
     assert set(task.metrics(sums)) == {"accuracy", "loss"}
     with torch.no_grad():
         metrics = task.metrics(task.measure(model, batch))
-    print(name, options, metrics, untrained)
     assert metrics["accuracy"] > max(least, untrained + 0.1)  # chance is 0.2
     assert 0 < metrics[INTERVAL] < 0.1
     assert {title for title, _ in task.pictures(model, lambda: iter([batch]), {})} == {

@@ -86,9 +86,8 @@ def test_a_table_of_distances(trained):
     (kept,) = folder.glob("row-1/*/distances-classifier.json")
     numbers = json.loads(kept.read_text())
     assert [line["measured"] for line in lines[:2]] == [numbers[line["metric"]] for line in lines[:2]]
-    assert numbers.keys() == {
-        f"Fréchet distance (not FID) of {n}" for n in ("samples", "reconstructions", "training images")
-    }
+    of = ("samples", "reconstructions", "training images")
+    assert numbers.keys() == {f"Fréchet distance (not FID) of {images}" for images in of}
     assert lines[0]["measured"] > 0
     assert lines[2]["metric"] == "psnr"
 
