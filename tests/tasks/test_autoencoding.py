@@ -71,7 +71,7 @@ def test_supervised_restoration_trains_a_network_from_measurements_to_images():
     torch.manual_seed(0)
     model = ConvAE((1, 16, 16), channels=(8, 12, 16), latent=16)
     task = Restoration("denoise", 0.8)
-    truth, test = digits(1000), digits(100, start=1200)
+    truth, test = digits(1000), digits(30, start=1200)
     trained(model, task, truth, 70, lr=1e-2)
     with torch.no_grad():
         metrics = task.metrics(task.measure(model, (test,)))
