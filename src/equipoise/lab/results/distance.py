@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.data.base import spread
+from equipoise.lab.files import write_json
 from equipoise.lab.results.features import Features, open_features
 from equipoise.lab.results.sample import (
     BATCH,
@@ -20,7 +21,7 @@ from equipoise.lab.results.sample import (
     prepared,
 )
 from equipoise.lab.results.trained import progress_bar
-from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.folder import Run, open_run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
@@ -118,7 +119,7 @@ def run_distances(
 
         for batch in prepared(trained, test):
             add(truth, batch)
-            add(reconstructions, decoded(trained, model, latent_vectors(trained, batch)))
+            add(reconstructions, decoded(trained, model, latent_vectors(trained, model, batch)))
             if joint:
                 with quiet_failures(), torch.no_grad():
                     found = fit(model, squared_error, batch, steps=STEPS).x
@@ -136,6 +137,16 @@ def run_distances(
         optimised=frechet_distance(truth, optimised) if joint else None,
         note=few(network, len(test)),
     )
+
+
+def add_distances(folder: Path, machine: Machine, features: str, folders: Sequence[Path] = ()) -> None:
+    """Measure the distances of a finished run, or of the runs of a sweep, and add them to the test metrics of each."""
+    kind = open_features(features, folders).distance
+    for run in [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]:
+        result = run.result
+        if result is not None and not any(name.startswith(kind) for name in result["test"]):
+            found = run_distances(run, machine, features, folders=folders).metrics()
+            write_json(run.folder / "result.json", {**result, "test": {**result["test"], **found}})
 
 
 def as_files(images: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import functools
 import importlib
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from equipoise.lab.recipes.reading import (
     recipes_folder,
 )
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
-from equipoise.lab.results.distance import run_distances
+from equipoise.lab.results.distance import add_distances
 from equipoise.lab.results.features import open_features
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
@@ -79,9 +78,9 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     lines: list[dict[str, Any]] = []
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
+    introduce(table, budget, recipes, source, machine)
     if table.distances is not None:
         open_features(table.distances, places)  # raises if its file is missing
-    introduce(table, budget, recipes, source, machine)
     try:
         for row, recipe in pairs:
             if machine.leads:
@@ -89,8 +88,10 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
             # Rows that differ only in their metric share one training run.
             number = next(i for i, other in enumerate(recipes, 1) if other.tables == recipe.tables)
             trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
+            if table.distances is not None and machine.leads:
+                add_distances(trained, machine, table.distances, places)
             if machine.leads:
-                lines.append(measured(row, trained, partial(distance_metrics, table, machine, places)))
+                lines.append(measured(row, trained))
                 write_json(folder / "table.json", {"title": table.title, "budget": budget or "paper", "rows": lines})
                 write_text(folder / "table.md", markdown(table, lines, budget, len(pairs)))
     finally:  # finished rows are shown also when training is stopped
@@ -121,27 +122,10 @@ def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list
     return pairs
 
 
-def distance_metrics(table: TableSpec, machine: Machine, folders: Sequence[Path], run: Run) -> dict[str, float]:
-    """Return the distances of a generator's images that a table asks for; they are kept in the run's folder."""
-    if table.distances is None:
-        return {}
-    file = run.folder / f"distances-{table.distances}.json"
-    if not file.exists():
-        write_json(file, run_distances(run, machine, table.distances, folders=folders).metrics())
-    return read_json(file, {str: (int, float)})
-
-
-def measured(row: Row, folder: Path, more: Callable[[Run], dict[str, float]] = lambda run: {}) -> dict[str, Any]:
-    """Return the result of a trained row: one number, or mean and standard deviation over seeds.
-
-    Args:
-        folder: folder of the run or sweep.
-        more: function that returns further metrics of a run.
-    """
+def measured(row: Row, folder: Path) -> dict[str, Any]:
+    """Return the result of a trained row: one number, or mean and standard deviation over seeds."""
     runs = [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]
-    results = [run.result or {} for run in runs]
-    tests = [{**result.get("test", {}), **more(run)} for result, run in zip(results, runs, strict=True)]
-    summary = summarize([{"test": test} for test in tests])
+    summary = summarize([run.result or {} for run in runs])
     if row.metric not in summary:
         raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
     return {

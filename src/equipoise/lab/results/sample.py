@@ -109,14 +109,16 @@ def drawn_latents(
         return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
     latents = LATENTS if latents is None else latents
     require_number("latents", latents, at_least=FEWEST, whole=True)
-    density = density_of(run, trained, weights, latents, folders)
+    density = density_of(run, trained, model, weights, latents, folders)
     return density.sample(samples, draws), density
 
 
-def density_of(run: Run, trained: Trained, weights: str, latents: int, folders: Sequence[Path]) -> LatentDensity:
+def density_of(
+    run: Run, trained: Trained, model: Decoder, weights: str, latents: int, folders: Sequence[Path]
+) -> LatentDensity:
     """Return the density kept in the run's folder, or fit it; a file of other weights is not used."""
     file = run.folder / DENSITY.format(weights)
-    mark = checkpoints.checksum(checkpoints.model_tensors(trained.model), "")
+    mark = checkpoints.checksum(checkpoints.model_tensors(model), "")
     if file.exists():
         tensors, text = checkpoints.contents(file)
         with checkpoints.fitting(file):
@@ -124,7 +126,7 @@ def density_of(run: Run, trained: Trained, weights: str, latents: int, folders: 
                 density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
                 density.load_state_dict(tensors)
                 return density.eval()
-    found = latents_of(run, trained, latents, folders)
+    found = latents_of(run, trained, model, latents, folders)
     if len(found) < FEWEST:
         raise RunError(
             f"{run.folder} was trained on {len(found)} images; the density of latent vectors requires at least "
@@ -136,24 +138,24 @@ def density_of(run: Run, trained: Trained, weights: str, latents: int, folders: 
     return density
 
 
-def latents_of(run: Run, trained: Trained, count: int, folders: Sequence[Path]) -> Tensor:
+def latents_of(run: Run, trained: Trained, model: Decoder, count: int, folders: Sequence[Path]) -> Tensor:
     """Return the latent vectors of evenly spaced training images."""
     images = spread(data_of(run, trained.recipe, folders).train, count)
     found = []
     with progress_bar("latent vectors", len(images)) as bar:
         for truth in prepared(trained, images):
-            found.append(latent_vectors(trained, truth))
+            found.append(latent_vectors(trained, model, truth))
             bar.update(len(truth))
     return torch.cat(found)
 
 
-def latent_vectors(trained: Trained, images: Tensor) -> Tensor:
+def latent_vectors(trained: Trained, model: Decoder, images: Tensor) -> Tensor:
     """Return the latent vectors of images: those of an autoencoder's encoder; else they are found by joint steps."""
     with quiet_failures(), torch.no_grad():
         if isinstance(trained.model, Autoencoder):
             with trained.setting.autocast():
                 return trained.model.codes(images)
-        return fit(generator_in(trained.model), squared_error, images, steps=STEPS).x
+        return fit(model, squared_error, images, steps=STEPS).x
 
 
 def prepared(trained: Trained, images: Split) -> Iterator[Tensor]:
@@ -184,7 +186,7 @@ def interpolate_images(
     ]
     given = torch.stack([image for image, _ in read]).to(trained.setting.device)
     truth = trained.setting.prepare(trained.task, (given,))[0]
-    ends = latent_vectors(trained, truth)
+    ends = latent_vectors(trained, model, truth)
     weight = torch.linspace(0, 1, frames, device=ends.device)[:, None]
     between = decoded(trained, model, (1 - weight) * ends[0] + weight * ends[1])
     write_grid(out, torch.cat([truth[:1].cpu(), between, truth[1:].cpu()]), columns=frames + 2)
