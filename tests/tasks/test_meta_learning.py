@@ -279,6 +279,30 @@ def test_a_value_with_other_gradients():
         torch.testing.assert_close(p.grad, 3 * gradients[name])
 
 
+# Several processes
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_wrapped_model_has_the_same_gradients(name, process_group):
+    model, batch, task = smooth(), episodes(), LEARNERS[name](NAMES)
+    torch.manual_seed(5)
+    expected = slopes(task, model, batch)
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss, _ = task.loss(nn.parallel.DistributedDataParallel(model), batch)
+    loss.backward()
+    for weight, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[weight])
+    assert "forward" not in vars(model)
+
+
 # Learning
 
 
