@@ -318,7 +318,7 @@ def digit_episodes(part, count):
 @pytest.mark.parametrize(
     ("name", "options", "optimizer", "steps", "least"),
     [
-        ("maml", {}, torch.optim.Adam, 30, 0.6),
+        ("maml", {}, torch.optim.Adam, 70, 0.7),
         ("maml", {"first_order": True}, torch.optim.Adam, 30, 0.65),
         ("reptile", {"minibatch": 10, "step_size": 0.05, "adam": False, "train_steps": 8}, torch.optim.SGD, 30, 0.55),
         ("imaml", {"steps": 5, "penalty": 0.5, "backward_steps": 2}, torch.optim.Adam, 25, 0.6),
@@ -341,7 +341,7 @@ def test_every_learner_learns_to_learn_digits(name, options, optimizer, steps, l
     assert set(task.metrics(sums)) == {"accuracy", "loss"}
     with torch.no_grad():
         metrics = task.metrics(task.measure(model, batch))
-    assert metrics["accuracy"] > max(least, untrained + 0.1)  # chance is 0.2
+    assert metrics["accuracy"] > max(least, untrained + 0.05)  # chance is 0.2
     assert 0 < metrics[INTERVAL] < 0.1
     assert {title for title, _ in task.pictures(model, lambda: iter([batch]), {})} == {
         "Accuracy over inner steps",
