@@ -46,7 +46,7 @@ def open_generator(
     except ValueError:
         raise RunError(
             f"{run.folder} holds a {type(trained.model).__name__}, which does not generate images: give a run of the "
-            "model 'generator', or of an autoencoder such as 'mdeq-vae'; the recipe jiio/celeba trains one."
+            "model 'generator' or 'mdeq-vae', such as one of the recipe jiio/celeba."
         ) from None
     if files and generator.shape[0] not in MODES:
         raise RunError(f"the run's images have {generator.shape[0]} channels; image files require 1 or 3.")
