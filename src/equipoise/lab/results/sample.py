@@ -154,7 +154,7 @@ def latent_vectors(trained: Trained, model: Decoder, images: Tensor) -> Tensor:
     with quiet_failures(), torch.no_grad():
         if isinstance(trained.model, Autoencoder):
             with trained.setting.autocast():
-                return trained.model.codes(images)
+                return trained.model.codes(images).to(images.dtype)
         return fit(model, squared_error, images, steps=STEPS).x
 
 

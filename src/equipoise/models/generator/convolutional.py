@@ -99,7 +99,8 @@ class ConvDecoder(Decoder):
                 nn.BatchNorm2d(after),
                 nn.ReLU(inplace=True),
             ]
-        around = nn.ZeroPad2d(2 * (padding, size.kernel // 2))  # keeps the size, also with an even kernel
+        after = size.kernel // 2
+        around = nn.ZeroPad2d((padding, after, padding, after))  # keeps the size, also with an even kernel
         self.layers = nn.Sequential(*layers, around, nn.Conv2d(rest[-1], shape[0], size.kernel))
 
     def image(self, z: State) -> Tensor:
