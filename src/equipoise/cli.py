@@ -514,6 +514,8 @@ def distance(arguments: argparse.Namespace) -> None:
     print(f"distance          {found.distance} from {found.images} test images")
     print(f"features          {found.features}")
     print(f"reconstructions   {found.reconstructions:.4g}")
+    if found.optimised is not None:
+        print(f"by joint steps    {found.optimised:.4g}")
     print(f"samples           {found.samples:.4g} ({found.images} samples)")
     print(f"training images   {found.training:.4g} ({found.training_images} training images, for comparison)")
     if found.note:

@@ -8,7 +8,8 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.models.few_shot.model import FewShotMDEQ
-from equipoise.tasks.few_shot import INTERVAL, FewShot, task_losses
+from equipoise.tasks.episodes import INTERVAL, task_losses
+from equipoise.tasks.few_shot import FewShot
 from equipoise.tasks.random_iterate import RandomIterate
 
 DOUBLE = torch.float64

@@ -13,7 +13,11 @@ TASKS = Registry(
         "generation": "equipoise.tasks.generation:Generation",
         "restoration": "equipoise.tasks.restoration:Restoration",
         "vae": "equipoise.tasks.vae:VAE",
+        "autoencoding": "equipoise.tasks.autoencoding:Autoencoding",
         "few-shot": "equipoise.tasks.few_shot:FewShot",
+        "maml": "equipoise.tasks.maml:MAML",
+        "reptile": "equipoise.tasks.reptile:Reptile",
+        "imaml": "equipoise.tasks.imaml:IMAML",
     },
     Task,
 )

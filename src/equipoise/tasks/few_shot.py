@@ -7,8 +7,8 @@ loss is that of the query images at this x (eq. 29).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,35 +26,27 @@ from equipoise.joint import (
 from equipoise.models.few_shot.model import FewShotMDEQ
 from equipoise.options import is_number, require
 from equipoise.stability import jacobian_penalty
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import image_grid
+from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.episodes import Classifier, EpisodeTask, task_losses
 from equipoise.tasks.random_iterate import RandomIterate
 from equipoise.tasks.wrapped import unwrapped
 from equipoise.tolerance import Tolerance
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 GRADIENTS = ("detached", "exact", "unrolled")
-STEPS = (0, 1, 2, 5, 10, 20, 50, 100)  # inner steps after which the accuracy is plotted
-DRAWN = 200  # episodes behind that figure, at most
-SHOWN = 3  # episodes whose images are drawn
-INTERVAL = "95% interval of accuracy (±)"
 SHARPNESS = 10.0  # of the prototype loss, in units of the mean squared distance of features
 PROBES = 2  # random vectors that estimate the Jacobian penalty
 
 
-class FewShot(Task):
+class FewShot(EpisodeTask):
     """Learn to learn classes from a few images: adapt a task vector x to support images, classify query images.
 
-    Batches are (support, labels, query, labels), with images (tasks, images, channels, height, width) and labels
-    (tasks, images). The model is a :class:`~equipoise.models.few_shot.model.FewShotMDEQ`, or one with its
-    ``features``, ``cell``, ``head``, ``blank`` and ``forward``.
+    Batches and metrics are those of an :class:`~equipoise.tasks.episodes.EpisodeTask`. The model is a
+    :class:`~equipoise.models.few_shot.model.FewShotMDEQ`, or one with its ``features``, ``cell``, ``head``, ``blank``
+    and ``forward``.
 
     The inner problem minimises the mean cross entropy of the support images of a task plus ``penalty`` times the mean
     square of x. All its images and their x are one sample of :func:`equipoise.optimize_input`. Query images are then
-    solved for with x fixed, by the model's own solver. The metric "95% interval of accuracy (±)" is half the width of
-    the 95% confidence interval of the accuracy, from its standard deviation over tasks.
+    solved for with x fixed, by the model's own solver.
 
     Args:
         class_names: names of the classes of a task, indexed by label.
@@ -84,8 +76,6 @@ class FewShot(Task):
         torch.Size([8, 25, 5])
     """
 
-    best_metric = "accuracy"
-
     def __init__(
         self,
         class_names: tuple[str, ...],
@@ -102,14 +92,12 @@ class FewShot(Task):
         backward_steps: int = 30,
         proximal: float = 0.0,
     ):
-        if not class_names:
-            raise ValueError("the data set has no classes: choose another data set, or another task.")
-        self.class_names, self.gradient, self.steps, self.tolerance = class_names, gradient, steps, tolerance
+        super().__init__(class_names, steps)
+        self.gradient, self.tolerance = gradient, tolerance
         self.penalty, self.jacobian, self.jacobian_from = penalty, jacobian, jacobian_from
         self.prototypes, self.backward_steps, self.proximal = prototypes, backward_steps, proximal
         self.step_size = step_size
         require(self, "gradient", among=GRADIENTS)
-        require(self, "steps", at_least=0, whole=True)
         require(self, "backward_steps", at_least=1, whole=True)
         require(self, "jacobian_from", at_least=0, whole=True)
         for name in ("tolerance", "penalty", "jacobian", "prototypes", "proximal"):
@@ -208,14 +196,15 @@ class FewShot(Task):
                 x = x if differentiable else x.detach().requires_grad_()
         return x if differentiable else x.detach()
 
+    def learn(self, model: nn.Module, support: Tensor, labels: Tensor, steps: int | None = None) -> Classifier:
+        x = self.adapt(model, support, labels, steps)
+        return lambda images: model(images, x)
+
     def logits(self, model: nn.Module, support: Tensor, labels: Tensor, query: Tensor) -> Tensor:
         """Return the logits (tasks, images, classes) of query images after learning from support images."""
-        return model(query, self.adapt(unwrapped(model), support, labels))
+        return self.learn(unwrapped(model), support, labels)(query)
 
     # Outer problem
-
-    def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        return tuple(t.to(dtype) / 255 if t.dtype == torch.uint8 else t for t in batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         support, labels, query, answers = self.checked(model, batch)
@@ -262,119 +251,14 @@ class FewShot(Task):
         return self.sums(-SHARPNESS * own, answers)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        support, labels, query, answers = self.checked(model, batch)
-        if self.warming:
-            return self.nearest(self.distances(unwrapped(model), batch), answers)
-        x = self.adapt(unwrapped(model), support, labels)
-        sums = self.sums(model(query, x), answers)
-        return {**sums, "support": accuracies(model(support, x), labels).sum()}
+        if not self.warming:
+            return super().measure(model, batch)
+        batch = self.checked(model, batch)
+        return self.nearest(self.distances(unwrapped(model), batch), batch[3])
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Sums:
-        accuracy = accuracies(logits, labels)
-        return {
-            "episodes": torch.tensor(len(labels)),
-            "loss": task_losses(logits.double(), labels).sum(),
-            "accuracy": accuracy.sum(),
-            "squares": accuracy.square().sum(),
-        }
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        count = sums["episodes"].item()
-        mean = sums["accuracy"].item() / count
-        variance = max(0.0, sums["squares"].item() / count - mean**2) * count / max(1, count - 1)
-        metrics = {"accuracy": mean, "loss": sums["loss"].item() / count}
-        if "support" in sums:
-            metrics["support accuracy"] = sums["support"].item() / count
-            metrics[INTERVAL] = 1.96 * (variance / count) ** 0.5
-        return metrics
-
-    def checked(self, model: nn.Module, batch: Batch) -> Batch:
-        """Return the batch; raise unless the model and the data set are made for episodes."""
-        if not all(hasattr(unwrapped(model), name) for name in ("features", "cell", "head", "blank")):
+    def check_model(self, model: nn.Module) -> None:
+        if not all(hasattr(model, name) for name in ("features", "cell", "head", "blank")):
             raise ValueError(
-                f"the model {type(unwrapped(model)).__name__} has no task vector; the task few-shot requires one: "
-                f"choose the model 'few-shot-mdeq' ({FewShotMDEQ.__name__})."
+                f"the model {type(model).__name__} has no task vector; the task few-shot requires one: choose the "
+                f"model 'few-shot-mdeq' ({FewShotMDEQ.__name__}), or the task 'maml', 'reptile' or 'imaml'."
             )
-        episodes = len(batch) == 4 and batch[0].dim() == 5 and batch[2].dim() == 5
-        if not episodes or batch[1].shape != batch[0].shape[:2] or batch[3].shape != batch[2].shape[:2]:
-            raise ValueError(
-                f"the batch has tensors of shapes {[tuple(t.shape) for t in batch]}; few-shot needs support images "
-                "(tasks, images, channels, height, width), their labels (tasks, images), query images and their "
-                "labels: choose a data set of episodes, such as 'omniglot-episodes'."
-            )
-        highest = max(int(batch[1].max()), int(batch[3].max()))
-        if highest >= len(self.class_names):
-            raise ValueError(f"the batch has the label {highest}; the task has {len(self.class_names)} classes.")
-        return batch
-
-    # Pictures
-
-    def pictures(
-        self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
-    ) -> Iterator[tuple[str, Figure]]:
-        yield "Accuracy over inner steps", accuracy_figure(*self.curve(model, batches()))
-        yield "Episodes", self.episode_figure(model, next(batches()))
-
-    @torch.no_grad()
-    def curve(self, model: nn.Module, batches: Iterator[Batch], most: int = DRAWN) -> tuple[list[int], list[Any]]:
-        """Return numbers of inner steps, and (accuracy, half its 95% interval) of the query images after each."""
-        counts = [steps for steps in STEPS if steps < self.steps] + [self.steps]
-        totals: list[Sums] = [{} for _ in counts]
-        done = 0
-        for batch in batches:
-            support, labels, query, answers = (t[: most - done] for t in batch)
-            for steps, total in zip(counts, totals, strict=True):
-                x = self.adapt(unwrapped(model), support, labels, steps)
-                for name, value in self.sums(model(query, x), answers).items():
-                    total[name] = total[name] + value if name in total else value
-            done += len(support)
-            if done >= most:
-                break
-        measured = [self.metrics({**total, "support": torch.tensor(0.0)}) for total in totals]
-        return counts, [(metrics["accuracy"], metrics[INTERVAL]) for metrics in measured]
-
-    @torch.no_grad()
-    def episode_figure(self, model: nn.Module, batch: Batch) -> Figure:
-        """Draw episodes: support images with their classes, then query images with the answers and their truth."""
-        support, labels, query, answers = (t[:SHOWN] for t in batch)
-        probabilities, guesses = self.logits(model, support, labels, query).softmax(dim=-1).max(dim=-1)
-        ways, entries = len(self.class_names), []
-        for task in range(len(support)):
-            for image, label in zip(support[task], labels[task], strict=True):
-                entries.append((image.float().cpu(), f"learn {self.class_names[int(label)]}"))
-            entries += [(torch.ones_like(support[task, 0]).float().cpu(), "")] * (-len(support[task]) % ways)
-            order = answers[task].argsort(stable=True)
-            asked = order.view(ways, -1)[:, :2].T.flatten() if len(order) % ways == 0 else order[: 2 * ways]
-            for i in asked.tolist():
-                truth, guess = (self.class_names[int(t[task, i])] for t in (answers, guesses))
-                verdict = f"{guess}, right" if truth == guess else f"{guess}, not {truth}"
-                caption = f"{verdict} ({probabilities[task, i].item():.0%})"
-                entries.append((query[task, i].float().cpu(), caption))
-            entries += [(torch.ones_like(support[task, 0]).float().cpu(), "")] * (-len(asked) % ways)
-        return image_grid(entries, columns=ways)
-
-
-def task_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of each task, in single precision at least."""
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    losses = functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.unflatten(0, labels.shape).mean(dim=1)
-
-
-def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of correct answers of each task."""
-    return (logits.argmax(dim=-1) == labels).double().mean(dim=1)
-
-
-def accuracy_figure(counts: Sequence[int], points: Sequence[tuple[float, float]]) -> Figure:
-    """Draw the accuracy of query images over the number of inner steps, with 95% intervals."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axis = figure.subplots()
-    means, halves = zip(*points, strict=True)
-    axis.errorbar(range(len(counts)), means, yerr=halves, marker="o", capsize=3)
-    axis.set_xticks(range(len(counts)), [str(count) for count in counts])
-    axis.set(xlabel="inner steps", ylabel="accuracy of query images", ylim=(0, 1.02))
-    axis.grid(alpha=0.3)
-    return figure

@@ -21,7 +21,7 @@ from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
 from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
-from equipoise.tasks.wrapped import inside
+from equipoise.tasks.wrapped import inside, unwrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 SHOWN = 8  # images in a figure
 GRADIENTS = ("implicit", "envelope")
 LATENTS = ("optimised", "frequencies")
+
+
+def equilibrium_in(model: nn.Module) -> Generator:
+    """Return the generator inside a wrapper, or the decoder of an MDEQ-VAE or MDEQ-AE; raise ValueError for others."""
+    generator = generator_in(model)
+    if not isinstance(generator, Generator):
+        raise ValueError(
+            f"the model is a {type(unwrapped(model)).__name__}, whose decoder is not an equilibrium, and cannot be "
+            "trained by joint optimisation: train it by the task 'vae' or 'autoencoding'."
+        )
+    return generator
 
 
 class Generation(Task):
@@ -74,7 +85,7 @@ class Generation(Task):
         return 2 * images - 1, *rest
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        images, generator = batch[0], generator_in(model)
+        images, generator = batch[0], equilibrium_in(model)
         iterate = RandomIterate(len(images), self.penalty_from, self.steps, images.device)
         follow = iterate if self.jacobian else None
 

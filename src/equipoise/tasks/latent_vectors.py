@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from equipoise.joint import JointGradient, Optimum, optimize_input
 from equipoise.joint.optimize_input import GRADIENT, SOLVER
 from equipoise.joint.solvers import JointSolver
-from equipoise.models.generator.model import Generator
-from equipoise.models.generator.vae import MDEQVAE
+from equipoise.models.generator.autoencoder import Autoencoder
+from equipoise.models.generator.decoder import Decoder
 from equipoise.solvers import Progress
 from equipoise.tasks.wrapped import unwrapped
 from equipoise.tolerance import Tolerance
@@ -20,21 +20,21 @@ from equipoise.tolerance import Tolerance
 RELATIVE = 1e-3  # tolerance of the joint optimisation
 
 
-def generator_in(model: nn.Module) -> Generator:
-    """Return the generator inside a wrapper, or the decoder of a VAE; raise ValueError for another model."""
+def generator_in(model: nn.Module) -> Decoder:
+    """Return the generator inside a wrapper, or the decoder of an autoencoder; raise ValueError for another model."""
     model = unwrapped(model)
-    if isinstance(model, MDEQVAE):
+    if isinstance(model, Autoencoder):
         return model.decoder
-    if not isinstance(model, Generator):
+    if not isinstance(model, Decoder):
         raise ValueError(
-            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator' or "
-            "'mdeq-vae', or a run of one."
+            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator', "
+            "an autoencoder such as 'mdeq-vae', or a run of one."
         )
     return model
 
 
 def fit(
-    model: Generator,
+    model: Decoder,
     loss: Callable[..., Tensor],
     *inputs: Tensor,
     steps: int = 40,
@@ -45,7 +45,7 @@ def fit(
     """Find the latent vectors whose images have the least loss, from x = 0 (eq. 20).
 
     Args:
-        model: generator.
+        model: generator, or the decoder of an autoencoder, in evaluation mode if it has BatchNorm.
         loss: function ``loss(images, x, *inputs) -> (batch,)`` of images in [-1, 1] and latent vectors.
         inputs: tensors, batch first, that are passed to the loss.
         steps: number of joint steps.

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from equipoise.gradients.implicit import ImplicitGradient
 from equipoise.joint import DetachedGradient, JointGradient, KKTGradient
+from equipoise.models.generator.autoencoder import Autoencoder, VariationalAutoencoder
+from equipoise.models.generator.decoder import Decoder
 from equipoise.models.generator.model import Generator
-from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require
 from equipoise.solvers import Progress
 from equipoise.stability import jacobian_penalty
+from equipoise.tasks.autoencoding import Autoencoding
 from equipoise.tasks.base import Batch, Sums, Task
 from equipoise.tasks.degradations import Degradation, random_seeds, seeds_of
 from equipoise.tasks.drawing import image_grid, shown
-from equipoise.tasks.generation import Generation
+from equipoise.tasks.generation import Generation, equilibrium_in
 from equipoise.tasks.image_quality import psnr, ssim
 from equipoise.tasks.latent_vectors import generator_in, squared_error
 from equipoise.tasks.medians import DECIBELS, SIMILARITY
@@ -51,7 +53,7 @@ KINDS = ("", "solved ", "filled ", "given ", "plain ", "adam ")  # of images tha
 COUNTS = "counts of "  # sums that are histograms
 SHOWN = 6  # strips in a figure
 QUALITY = {"psnr": DECIBELS, "ssim": SIMILARITY}
-NAMES = (*(kind + name for kind in KINDS for name in QUALITY), "loss", "misfit", "penalty", "kl")  # of all metrics
+NAMES = (*(kind + name for kind in KINDS for name in QUALITY), "loss", "misfit", "penalty", "kl", "square of x")
 
 
 class Restoration(Task):
@@ -61,12 +63,16 @@ class Restoration(Task):
     so that all models are compared on the same measurements. A generator trained for the task "generation" can be
     evaluated, too: that is unsupervised restoration (eq. 22). Training by this task is supervised (eq. 24).
 
+    Supervised, a deterministic autoencoder is a network G that maps measurements to images (eq. 23): it is trained and
+    evaluated on ||y - G(A y)||^2, without an optimisation of latent vectors.
+
     Args:
         problem, amount: see :class:`~equipoise.tasks.degradations.Degradation`.
         steps: number of joint steps that find the latent vectors.
         train_steps: number of joint steps in training; None for ``steps``.
-        supervised: whether to train for the problem; otherwise as for the task "generation" or, if the model is a VAE,
-            for the task "vae". Supervised training of a VAE trains its decoder alone.
+        supervised: whether to train for the problem; otherwise as for the task "generation" or, if the model is an
+            autoencoder, for the task "vae" or "autoencoding". Supervised training of an MDEQ-VAE trains its decoder
+            alone.
         gradient: "exact" differentiates the KKT conditions (eq. 16 and 17); "detached" holds x* constant, as the
             authors' code does.
         backward_steps: number of steps of the backward solve.
@@ -75,7 +81,8 @@ class Restoration(Task):
             unsupervised training.
         adam: whether to measure Adam on x as well, with ``steps`` evaluations of f.
         also: further problems to evaluate, each a name and an amount, as "denoise 0.4".
-        beta: see :class:`~equipoise.tasks.vae.VAE`; used in unsupervised training of a VAE only.
+        beta: see :class:`~equipoise.tasks.vae.VAE` and :class:`~equipoise.tasks.autoencoding.Autoencoding`; used in
+            unsupervised training of an autoencoder only.
 
     Example:
         >>> Restoration("inpaint", 20, also=["denoise 0.2", "denoise 0.4"])
@@ -120,7 +127,8 @@ class Restoration(Task):
         self.warm_starts = not supervised and self.generation.warm_starts
         if latents != "optimised" and supervised:
             raise ValueError(f"latents is {latents!r}; it is for unsupervised training: supervised=False.")
-        self.beta, self.vae = beta, VAE() if beta is None else VAE(beta)
+        options = {} if beta is None else {"beta": beta}
+        self.beta, self.vae, self.autoencoding = beta, VAE(**options), Autoencoding(**options)
         if beta is not None and supervised:
             raise ValueError(f"beta is {beta}; it weighs the loss of a VAE in unsupervised training: supervised=False.")
 
@@ -140,6 +148,19 @@ class Restoration(Task):
         truth = batch[0]
         y, physics = self.degradation.measure(truth, random_seeds(len(truth)))
         weight, sums = self.generation.jacobian, {}
+        if (network := self.network_in(model)) is not None:
+            if weight:
+                raise ValueError(
+                    f"jacobian is {weight}; an autoencoder is trained without joint steps: leave it out, and give the "
+                    "weight of a penalty in the recipe's section [jacobian]."
+                )
+
+            def direct(network: Autoencoder) -> Tensor:
+                errors = squared_error(network(as_images(y, physics, network.shape)), y, truth)
+                sums.update(self.generation.sums(errors.detach()))
+                return errors.mean()
+
+            return inside(model, network, direct), sums
 
         def forward(generator: Generator) -> Tensor:
             images, x, iterate = self.differentiable(generator, y, physics)
@@ -151,19 +172,28 @@ class Restoration(Task):
             sums["penalty"] = penalty.detach() * len(truth)
             return errors.mean() + weight * penalty
 
-        return inside(model, generator_in(model), forward), sums
+        return inside(model, equilibrium_in(model), forward), sums
+
+    def network_in(self, model: nn.Module) -> Autoencoder | None:
+        """Return the autoencoder that is trained to map measurements to images, or None for other models."""
+        inner = unwrapped(model)
+        direct = self.supervised and isinstance(inner, Autoencoder) and not isinstance(inner, VariationalAutoencoder)
+        return inner if direct else None  # type: ignore[return-value]
 
     def unsupervised(self, model: nn.Module) -> Task:
-        """Return the task that trains a model as a prior: "vae" for a VAE, "generation" for a generator."""
-        is_vae, weight = isinstance(unwrapped(model), MDEQVAE), self.generation.jacobian
-        if is_vae and weight:
+        """Return the task that trains a model as a prior: "vae", "autoencoding", or "generation" for a generator."""
+        inner, weight = unwrapped(model), self.generation.jacobian
+        if isinstance(inner, Autoencoder) and weight:
+            kind = "a VAE" if isinstance(inner, VariationalAutoencoder) else "an autoencoder"
             raise ValueError(
-                f"jacobian is {weight}; a VAE is trained without joint steps: leave it out, and give the weight of the "
-                "penalty in the recipe's section [jacobian]."
+                f"jacobian is {weight}; {kind} is trained without joint steps: leave it out, and give the weight of "
+                "the penalty in the recipe's section [jacobian]."
             )
-        if not is_vae and self.beta is not None:
+        if isinstance(inner, Autoencoder):
+            return self.vae if isinstance(inner, VariationalAutoencoder) else self.autoencoding
+        if self.beta is not None:
             raise ValueError(f"beta is {self.beta}; it weighs the loss of a VAE: leave it out, or use 'mdeq-vae'.")
-        return self.vae if is_vae else self.generation
+        return self.generation
 
     def differentiable(
         self, generator: Generator, y: Tensor, physics: LinearPhysics
@@ -177,10 +207,13 @@ class Restoration(Task):
         return generator.image(optimum.z), optimum.x, iterate
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        generator, truth = generator_in(model), batch[0]
+        network, truth = self.network_in(model), batch[0]
         sums: Sums = {"samples": torch.tensor(len(truth))}
         for prefix, degradation in self.problems().items():
-            measured = self.measure_problem(generator, truth, degradation)
+            if network is None:
+                measured = self.measure_problem(generator_in(model), truth, degradation)
+            else:
+                measured = self.measure_network(network, truth, degradation)
             sums |= {prefix + name: value for name, value in measured.items()}
         return sums
 
@@ -188,7 +221,20 @@ class Restoration(Task):
         """Return the problems that are evaluated, by the prefix of their metrics."""
         return {"": self.degradation} | {f"{name}: ": degradation for name, degradation in self.also.items()}
 
-    def measure_problem(self, generator: Generator, truth: Tensor, degradation: Degradation) -> Sums:
+    def measure_network(self, network: Autoencoder, truth: Tensor, degradation: Degradation) -> Sums:
+        """Return the sums of a batch for one problem, restored by a network."""
+        y, physics = degradation.measure(truth, seeds_of(truth))
+        given = as_images(y, physics, network.shape)
+        pictures = {
+            "": network(given),
+            "given ": given,
+            "plain ": restore_plainly(y, physics, degradation, network.shape),
+        }
+        if isinstance(physics, Mask):
+            pictures["filled "] = filled(pictures[""], y, physics)
+        return {"loss": squared_error(pictures[""], y, truth).double().sum(), **qualities(pictures, truth)}
+
+    def measure_problem(self, generator: Decoder, truth: Tensor, degradation: Degradation) -> Sums:
         """Return the sums of a batch for one problem."""
         y, physics = degradation.measure(truth, seeds_of(truth))
         images, optimum = restore(generator, y, physics, steps=self.steps)
@@ -206,11 +252,7 @@ class Restoration(Task):
             "loss": squared_error(images, optimum.x, truth).double().sum(),
             "misfit": (optimum.cost.double() / y[0].numel()).sum(),
         }
-        for kind, restored in pictures.items():
-            for name, measured in (("psnr", psnr(restored, truth)), ("ssim", ssim(restored, truth))):
-                sums[kind + name] = measured.double().sum()
-                sums[f"{COUNTS}{kind}{name}"] = QUALITY[name].counts(measured)
-        return sums
+        return sums | qualities(pictures, truth)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return means over the images, and medians of PSNR (peak 2 for pixels in [-1, 1]) and SSIM.
@@ -230,10 +272,25 @@ class Restoration(Task):
     def pictures(
         self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
     ) -> Iterator[tuple[str, Figure]]:
-        generator, truth = generator_in(model), next(batches())[0][:SHOWN]
+        network, truth = self.network_in(model), next(batches())[0][:SHOWN]
         for degradation in self.problems().values():
             title = f"Restored test images ({degradation.problem}, {degradation.amount:g})"
-            yield title, strips(generator, degradation, truth, self.steps)
+            if network is None:
+                yield title, strips(generator_in(model), degradation, truth, self.steps)
+            else:
+                with torch.no_grad():
+                    y, physics = degradation.measure(truth, seeds_of(truth))
+                    yield title, strip_figure(network_panels(network, y, physics, truth)[0])
+
+
+def qualities(pictures: dict[str, Tensor], truth: Tensor) -> Sums:
+    """Return the sums and the histograms of the quality of each kind of images."""
+    sums: Sums = {}
+    for kind, restored in pictures.items():
+        for name, measured in (("psnr", psnr(restored, truth)), ("ssim", ssim(restored, truth))):
+            sums[kind + name] = measured.double().sum()
+            sums[f"{COUNTS}{kind}{name}"] = QUALITY[name].counts(measured)
+    return sums
 
 
 def degradation_of(text: str) -> Degradation:
@@ -245,7 +302,7 @@ def degradation_of(text: str) -> Degradation:
         raise ValueError(f"Restoration.also has {text!r}; each must be a name and an amount: {error}") from None
 
 
-def strips(generator: Generator, degradation: Degradation, truth: Tensor, steps: int) -> Figure:
+def strips(generator: Decoder, degradation: Degradation, truth: Tensor, steps: int) -> Figure:
     """Draw a strip for each image: given, some steps, restored, and truth, with their PSNR (as figures 7 to 12)."""
     y, physics = degradation.measure(truth, seeds_of(truth))
     panels, _ = strip_panels(generator, y, physics, truth, steps)
@@ -256,7 +313,7 @@ Panel = tuple[str, Tensor, Tensor | None]  # title, images in [-1, 1], PSNR of e
 
 
 def strip_panels(
-    generator: Generator,
+    generator: Decoder,
     y: Tensor,
     physics: LinearPhysics,
     truth: Tensor | None,
@@ -282,6 +339,19 @@ def strip_panels(
         panels += [("filled", filled(restored.images, y, physics))]
     rated: list[Panel] = [(title, images, None if truth is None else psnr(images, truth)) for title, images in panels]
     return (rated if truth is None else [*rated, ("truth", truth, None)]), restored
+
+
+def network_panels(
+    network: Autoencoder, y: Tensor, physics: LinearPhysics, truth: Tensor | None
+) -> tuple[list[Panel], Tensor]:
+    """Restore images by a network, and return the panels of their strips, and the images."""
+    given = as_images(y, physics, network.shape)
+    images = network(given)
+    panels = [("given", given), ("restored", images)]
+    if isinstance(physics, Mask):
+        panels += [("filled", filled(images, y, physics))]
+    rated: list[Panel] = [(title, part, None if truth is None else psnr(part, truth)) for title, part in panels]
+    return (rated if truth is None else [*rated, ("truth", truth, None)]), images
 
 
 def strip_figure(panels: list[Panel]) -> Figure:

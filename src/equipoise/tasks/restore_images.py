@@ -16,7 +16,7 @@ from torch.nn import functional
 from equipoise.joint import AdamInput, JointGradient, Optimum
 from equipoise.joint.optimize_input import GRADIENT, SOLVER
 from equipoise.joint.solvers import JointSolver
-from equipoise.models.generator.model import Generator
+from equipoise.models.generator.decoder import Decoder
 from equipoise.options import require_number
 from equipoise.solvers import Progress
 from equipoise.tasks.latent_vectors import fit
@@ -34,7 +34,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    generator: Generator,
+    generator: Decoder,
     y: Tensor,
     physics: Physics,
     *,
@@ -66,7 +66,7 @@ def restore(
 
 
 def restore_by_adam(
-    generator: Generator,
+    generator: Decoder,
     y: Tensor,
     physics: Physics,
     *,
@@ -94,7 +94,7 @@ def restore_by_adam(
 
 
 def fit_measurements(
-    generator: Generator,
+    generator: Decoder,
     y: Tensor,
     physics: Physics,
     *,
@@ -126,12 +126,12 @@ def measured(physics: Physics, images: Tensor, rows: Tensor, batch: int) -> Tens
 
 
 @torch.no_grad()
-def check_measurements(generator: Generator, y: Tensor, physics: Physics) -> None:
+def check_measurements(generator: Decoder, y: Tensor, physics: Physics) -> None:
     """Raise unless the measurements have the shape that the operator gives images of the generator."""
-    if not isinstance(generator, Generator):
+    if not isinstance(generator, Decoder):
         raise TypeError(
-            f"generator is a {type(generator).__name__}; it must be an equipoise.models.Generator, as is the decoder "
-            "of a VAE."
+            f"generator is a {type(generator).__name__}; it must be an equipoise.models.Generator, or the decoder "
+            "of an autoencoder."
         )
     if not isinstance(y, Tensor) or not y.is_floating_point() or not y.dim():
         given = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.models.generator.model import Generator
+from equipoise.models.generator.decoder import Decoder
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.solvers import Progress
 
@@ -26,7 +26,7 @@ class Snapshots:
         >>> snapshots.images[10]
     """
 
-    def __init__(self, generator: Generator, steps: Sequence[int]):
+    def __init__(self, generator: Decoder, steps: Sequence[int]):
         self.generator, self.steps = generator, tuple(sorted(set(steps)))
         self.images: dict[int, Tensor] = {}
         self.z: Any = None  # the latest of every sample

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equipoise.models.generator.vae import MDEQVAE
+from equipoise.models.generator.autoencoder import VariationalAutoencoder
 from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import require
 from equipoise.tasks.base import Batch, Sums, Task
@@ -30,12 +30,13 @@ DRAWN = 24  # samples in a figure
 SEED = 0  # of the samples in a figure
 
 
-def vae_in(model: nn.Module) -> MDEQVAE:
+def vae_in(model: nn.Module) -> VariationalAutoencoder:
     """Return the VAE inside a wrapper; raise ValueError for another model."""
     model = unwrapped(model)
-    if not isinstance(model, MDEQVAE):
+    if not isinstance(model, VariationalAutoencoder):
         raise ValueError(
-            f"the model is a {type(model).__name__}; the task 'vae' needs one with encoder and decoder: 'mdeq-vae'."
+            f"the model is a {type(model).__name__}; the task 'vae' needs one with encoder and decoder: 'mdeq-vae' "
+            "or 'conv-vae'."
         )
     return model
 
@@ -73,7 +74,7 @@ class VAE(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         truth = batch[0]
 
-        def forward(vae: MDEQVAE) -> Tensor:
+        def forward(vae: VariationalAutoencoder) -> Tensor:
             """Return error and divergence of each image, in one tensor."""
             mean, log_variance = vae.encode(truth)
             x = draw(mean, log_variance)

@@ -17,14 +17,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def inside(model: nn.Module, module: Model, function: Callable[[Model], Tensor]) -> Tensor:
     """Return ``function(module)``, computed as the forward pass of ``model``, which is or has ``module`` or wraps it.
 
-    A wrapper averages only gradients of what its own forward pass computes. The function must not call the wrapped
-    model itself, only its parts.
+    A wrapper averages only gradients of what its own forward pass computes. The function may call the model inside the
+    wrapper, or its parts.
     """
     inner = unwrapped(model)
     if model is inner:
         return function(module)
-    inner.forward = lambda: function(module)
+
+    def once() -> Tensor:
+        del inner.forward
+        return function(module)
+
+    inner.forward = once
     try:
         return model()
     finally:
-        del inner.forward
+        vars(inner).pop("forward", None)

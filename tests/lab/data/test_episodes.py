@@ -120,6 +120,14 @@ def test_no_character_is_in_two_splits(tree, split, sizes):
     assert (data.shape, data.class_names) == ((1, 28, 28), ("1", "2", "3"))
 
 
+def test_training_tasks_may_have_more_query_images(tree):
+    numbers = {"ways": 3, "queries": 1, "episodes": 2, "val_episodes": 2, "test_episodes": 2}
+    data = load("omniglot-episodes", folders=[tree], train_queries=3, **numbers)
+    assert data.val is not None
+    counts = [split.read(torch.arange(1))[2].shape[1] for split in (data.train, data.val, data.test)]
+    assert counts == [3 * 3, 3, 3]
+
+
 def test_wrong_options(tree):
     drawings = marked(4)
     with pytest.raises(ValueError, match="data.ways is 5; it must be at most 4: the split characters are 4"):

@@ -137,6 +137,7 @@ class TableSpec:
 
     title: str
     rows: tuple[Row, ...]
+    distances: Literal["classifier", "inception"] | None = None  # features whose distances are further metrics
     paper: Paper = Paper()
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes to every row, after the row's own
     columns: tuple[Literal["time", "evaluations", "memory", "failed"], ...] = ()  # what training cost, from the logs

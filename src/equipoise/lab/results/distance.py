@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.data.base import spread
+from equipoise.lab.files import write_json
 from equipoise.lab.results.features import Features, open_features
-from equipoise.lab.results.sample import BATCH, STEPS, decoded, drawn_latents, open_generator, prepared
+from equipoise.lab.results.sample import (
+    BATCH,
+    STEPS,
+    decoded,
+    drawn_latents,
+    latent_vectors,
+    open_generator,
+    prepared,
+)
 from equipoise.lab.results.trained import progress_bar
-from equipoise.lab.runs.folder import Run
+from equipoise.lab.runs.folder import Run, open_run
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.generator.autoencoder import Autoencoder
+from equipoise.models.generator.model import Generator
 from equipoise.options import require_number
 from equipoise.tasks.drawing import shown
 from equipoise.tasks.frechet import FeatureStatistics, frechet_distance
@@ -31,7 +42,10 @@ class Distances:
         features: what the features are.
         images: number of test images, and of samples.
         training_images: number of training images.
-        reconstructions, samples, training: distance of each set of images from the test images.
+        reconstructions, samples, training: distance of each set of images from the test images. An autoencoder
+            reconstructs images by its encoder, other generators by joint steps.
+        optimised: distance of reconstructions by joint steps, of an autoencoder whose decoder is an equilibrium; None
+            for other models.
         note: remark on the number of images, or an empty string.
     """
 
@@ -42,11 +56,22 @@ class Distances:
     reconstructions: float
     samples: float
     training: float
+    optimised: float | None = None
     note: str = ""
 
     def record(self) -> dict[str, Any]:
         """Return everything as JSON."""
         return asdict(self)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the distances, each by a name that says what it is."""
+        named = {
+            "samples": self.samples,
+            "reconstructions": self.reconstructions,
+            "reconstructions by joint steps": self.optimised,
+            "training images": self.training,
+        }
+        return {f"{self.distance} of {name}": value for name, value in named.items() if value is not None}
 
 
 def run_distances(
@@ -84,8 +109,9 @@ def run_distances(
     test = spread(data.test, images)
     train = spread(data.train, len(test))
     x, _ = drawn_latents(run, trained, len(test), seed=seed, weights=weights, latents=latents, folders=folders)
-    truth, reconstructions, samples, training = (FeatureStatistics() for _ in range(4))
-    with progress_bar("distances", 2 * len(test) + len(train)) as bar:
+    truth, reconstructions, samples, training, optimised = (FeatureStatistics() for _ in range(5))
+    joint = isinstance(trained.model, Autoencoder) and isinstance(model, Generator)
+    with progress_bar("distances", (2 + joint) * len(test) + len(train)) as bar:
 
         def add(statistics: FeatureStatistics, images: Tensor) -> None:
             statistics.add(network(as_files(images).to(trained.setting.device)))
@@ -93,9 +119,11 @@ def run_distances(
 
         for batch in prepared(trained, test):
             add(truth, batch)
-            with quiet_failures(), torch.no_grad():
-                found = fit(model, squared_error, batch, steps=STEPS).x
-            add(reconstructions, decoded(trained, model, found))
+            add(reconstructions, decoded(trained, model, latent_vectors(trained, model, batch)))
+            if joint:
+                with quiet_failures(), torch.no_grad():
+                    found = fit(model, squared_error, batch, steps=STEPS).x
+                add(optimised, decoded(trained, model, found))
         for rows in x.split(BATCH):
             add(samples, decoded(trained, model, rows))
         for batch in prepared(trained, train):
@@ -106,8 +134,19 @@ def run_distances(
         len(test),
         len(train),
         *(frechet_distance(truth, other) for other in (reconstructions, samples, training)),
+        optimised=frechet_distance(truth, optimised) if joint else None,
         note=few(network, len(test)),
     )
+
+
+def add_distances(folder: Path, machine: Machine, features: str, folders: Sequence[Path] = ()) -> None:
+    """Measure the distances of a finished run, or of the runs of a sweep, and add them to the test metrics of each."""
+    kind = open_features(features, folders).distance
+    for run in [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]:
+        result = run.result
+        if result is not None and not any(name.startswith(kind) for name in result["test"]):
+            found = run_distances(run, machine, features, folders=folders).metrics()
+            write_json(run.folder / "result.json", {**result, "test": {**result["test"], **found}})
 
 
 def as_files(images: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from equipoise.lab.recipes.reading import (
 )
 from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.results.costs import HEADINGS, costs, shown
+from equipoise.lab.results.distance import add_distances
+from equipoise.lab.results.features import open_features
 from equipoise.lab.runs.folder import Run, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
@@ -79,6 +81,8 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     pairs = rows(source, budget, asked["changes"])
     recipes = [recipe for _, recipe in pairs]
     introduce(table, budget, recipes, source, machine)
+    if table.distances is not None:
+        open_features(table.distances, places)  # raises if its file is missing
     try:
         for row, recipe in pairs:
             if machine.leads:
@@ -86,6 +90,8 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
             # Rows that differ only in their metric share one training run.
             number = next(i for i, other in enumerate(recipes, 1) if other.tables == recipe.tables)
             trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
+            if table.distances is not None and machine.leads:
+                add_distances(trained, machine, table.distances, places)
             if machine.leads:
                 lines.append(measured(row, trained))
                 origins[f"row-{number}"] = (runs_in(trained)[0].result or {}).get("origin")

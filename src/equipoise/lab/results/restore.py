@@ -22,7 +22,7 @@ from equipoise.options import option, options, require_number
 from equipoise.tasks.degradations import KINDS, Degradation
 from equipoise.tasks.image_quality import ssim
 from equipoise.tasks.physics import LinearPhysics, Mask
-from equipoise.tasks.restoration import strip_figure, strip_panels
+from equipoise.tasks.restoration import Panel, Restoration, network_panels, strip_figure, strip_panels
 from equipoise.tasks.restore_images import STEPS
 
 PROBLEMS = tuple(problem for problem in KINDS if problem != "reconstruct")
@@ -92,7 +92,8 @@ def restore_image(
     """Restore an image file, and write a strip: given, some steps, restored, and truth where it is known.
 
     Args:
-        run: trained run of a generator, or of a VAE, whose decoder is used.
+        run: trained run of a generator, or of an autoencoder, whose decoder is used, unless it was trained to map
+            measurements to images.
         request: image, and how it is degraded.
         out: file of the strip (.png); None for IMAGE-restored.png in the current folder. An existing file is never
             overwritten.
@@ -113,7 +114,13 @@ def restore_image(
         torch.no_grad(),
         progress_bar("restoring", request.steps, "step") as bar,
     ):
-        panels, restored = strip_panels(generator, y, physics, truth, request.steps, lambda progress: bar.update())
+        network = trained.task.network_in(trained.model) if isinstance(trained.task, Restoration) else None
+        panels: list[Panel]
+        if network is not None:
+            panels, images = network_panels(network, y, physics, truth)
+        else:
+            panels, restored = strip_panels(generator, y, physics, truth, request.steps, lambda progress: bar.update())
+            images = restored.images
     with whole(strip) as part:
         strip_figure(panels).savefig(part, format="png", dpi=150)
     quality = {}
@@ -122,7 +129,7 @@ def restore_image(
             assert ratio is not None
             big = min(generator.shape[1:]) >= SMALLEST
             quality[name] = (float(ratio), float(ssim(shown, truth)) if big else float("nan"))
-    misfit = float((physics.A(restored.images) - y).square().mean())
+    misfit = float((physics.A(images) - y).square().mean())
     return RestoredImage(strip, quality, misfit, notes)
 
 

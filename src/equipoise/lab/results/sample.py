@@ -18,9 +18,9 @@ from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
+from equipoise.models.generator.autoencoder import Autoencoder, VariationalAutoencoder
+from equipoise.models.generator.decoder import Decoder
 from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensity, fit_density
-from equipoise.models.generator.model import Generator
-from equipoise.models.generator.vae import MDEQVAE
 from equipoise.options import require_number
 from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 
@@ -33,7 +33,7 @@ LARGEST_SEED = 2**63 - 1  # that torch takes
 
 def open_generator(
     run: Run, machine: Machine, weights: str, sections: Sequence[str] = USE_SECTIONS, files: bool = False
-) -> tuple[Trained, Generator]:
+) -> tuple[Trained, Decoder]:
     """Return a trained run and its generator, or its decoder; raise RunError for a run of another model.
 
     Args:
@@ -67,7 +67,7 @@ def sample_images(
     """Draw images and write them as one grid (.png).
 
     A VAE is sampled from its prior, N(0, I), unless ``latents`` is given. Otherwise, the first call fits a density to
-    the latent vectors of training images, and keeps it in the run's folder.
+    the latent vectors of training images, see :func:`latent_vectors`, and keeps it in the run's folder.
 
     Args:
         out: file to write; it must not exist.
@@ -105,7 +105,7 @@ def drawn_latents(
 ) -> tuple[Tensor, LatentDensity | None]:
     """Draw latent vectors; return them with the density they are from. See :func:`sample_images`."""
     model, draws = generator_in(trained.model), torch.Generator().manual_seed(seed)
-    if latents is None and isinstance(trained.model, MDEQVAE):
+    if latents is None and isinstance(trained.model, VariationalAutoencoder):
         return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
     latents = LATENTS if latents is None else latents
     require_number("latents", latents, at_least=FEWEST, whole=True)
@@ -114,7 +114,7 @@ def drawn_latents(
 
 
 def density_of(
-    run: Run, trained: Trained, model: Generator, weights: str, latents: int, folders: Sequence[Path]
+    run: Run, trained: Trained, model: Decoder, weights: str, latents: int, folders: Sequence[Path]
 ) -> LatentDensity:
     """Return the density kept in the run's folder or shipped, or fit it."""
     if (kept := kept_density(run, trained, model, weights)) is not None:
@@ -129,18 +129,18 @@ def shipped_density(weights: Path) -> Path:
     return weights.with_suffix(".density.safetensors")
 
 
-def mark_of(model: Generator) -> str:
+def mark_of(model: Decoder) -> str:
     """Return a checksum of the weights that a density belongs to."""
     return checkpoints.checksum(checkpoints.model_tensors(model), "")
 
 
-def save_density(file: Path, density: LatentDensity, model: Generator, half: bool = False) -> None:
+def save_density(file: Path, density: LatentDensity, model: Decoder, half: bool = False) -> None:
     """Write a density; with ``half``, its matrices in float16, which loading widens."""
     tensors = {name: t.half() if half and t.dim() > 1 else t for name, t in density.state_dict().items()}
     checkpoints.save(file, tensors, {"size": asdict(density.size), "weights": mark_of(model)})
 
 
-def new_density(run: Run, trained: Trained, model: Generator, latents: int, folders: Sequence[Path]) -> LatentDensity:
+def new_density(run: Run, trained: Trained, model: Decoder, latents: int, folders: Sequence[Path]) -> LatentDensity:
     """Fit a density to the latent vectors of training images."""
     found = latents_of(run, trained, model, latents, folders)
     if len(found) < FEWEST:
@@ -152,7 +152,7 @@ def new_density(run: Run, trained: Trained, model: Generator, latents: int, fold
         return fit_density(found, each=lambda _: bar.refresh())
 
 
-def kept_density(run: Run, trained: Trained, model: Generator, weights: str) -> LatentDensity | None:
+def kept_density(run: Run, trained: Trained, model: Decoder, weights: str) -> LatentDensity | None:
     """Return the density kept in the run's folder or shipped; None if there is none that belongs to these weights."""
     for file in (run.folder / DENSITY.format(weights), *(() if run.file is None else (shipped_density(run.file),))):
         if file.exists():
@@ -165,15 +165,24 @@ def kept_density(run: Run, trained: Trained, model: Generator, weights: str) -> 
     return None
 
 
-def latents_of(run: Run, trained: Trained, model: Generator, count: int, folders: Sequence[Path]) -> Tensor:
+def latents_of(run: Run, trained: Trained, model: Decoder, count: int, folders: Sequence[Path]) -> Tensor:
     """Return the latent vectors of evenly spaced training images."""
     images = spread(data_of(run, trained.recipe, folders).train, count)
     found = []
-    with progress_bar("latent vectors", len(images)) as bar, quiet_failures(), torch.no_grad():
+    with progress_bar("latent vectors", len(images)) as bar:
         for truth in prepared(trained, images):
-            found.append(fit(model, squared_error, truth, steps=STEPS).x)
+            found.append(latent_vectors(trained, model, truth))
             bar.update(len(truth))
     return torch.cat(found)
+
+
+def latent_vectors(trained: Trained, model: Decoder, images: Tensor) -> Tensor:
+    """Return the latent vectors of images: those of an autoencoder's encoder; else they are found by joint steps."""
+    with quiet_failures(), torch.no_grad():
+        if isinstance(trained.model, Autoencoder):
+            with trained.setting.autocast():
+                return trained.model.codes(images).to(images.dtype)
+        return fit(model, squared_error, images, steps=STEPS).x
 
 
 def prepared(trained: Trained, images: Split) -> Iterator[Tensor]:
@@ -204,15 +213,14 @@ def interpolate_images(
     ]
     given = torch.stack([image for image, _ in read]).to(trained.setting.device)
     truth = trained.setting.prepare(trained.task, (given,))[0]
-    with quiet_failures(), torch.no_grad():
-        ends = fit(model, squared_error, truth, steps=STEPS).x
+    ends = latent_vectors(trained, model, truth)
     weight = torch.linspace(0, 1, frames, device=ends.device)[:, None]
     between = decoded(trained, model, (1 - weight) * ends[0] + weight * ends[1])
     write_grid(out, torch.cat([truth[:1].cpu(), between, truth[1:].cpu()]), columns=frames + 2)
     return [note for _, note in read if note]
 
 
-def decoded(trained: Trained, model: Generator, x: Tensor) -> Tensor:
+def decoded(trained: Trained, model: Decoder, x: Tensor) -> Tensor:
     """Return the images of latent vectors, on the CPU."""
     with quiet_failures(), torch.no_grad(), trained.setting.autocast():
         return torch.cat([model(rows.to(trained.setting.dtype)).cpu() for rows in x.split(BATCH)])

@@ -1,1 +1,1 @@
-"""Classifiers that a task vector adapts to new classes (Gurumurthy, Bai, Manchester and Kolter 2021, appendix B.1)."""
+"""Classifiers for learning new classes from a few images: by a task vector (JIIO), or by adapting all weights."""

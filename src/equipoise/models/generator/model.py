@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.fixed_point import Equilibrium
+from equipoise.models.generator.decoder import Decoder
 from equipoise.models.mdeq.cell import MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.heads import ImageHead
 from equipoise.models.mdeq.model import initialise
@@ -50,7 +51,7 @@ class LatentCell(nn.Module):
         return tuple(x.new_zeros(len(x), *shape).contiguous(memory_format=order) for shape in self.shapes)
 
 
-class Generator(nn.Module):
+class Generator(Decoder):
     """Map latent vectors (batch, latent) to images in [-1, 1]; ``z0`` is a state to start the solve from.
 
     ``f``, ``start`` and ``image`` are the parts that :func:`equipoise.optimize_input` needs to find the latent vector
@@ -111,10 +112,6 @@ class Generator(nn.Module):
         """Return the initial z for latent vectors: zeros."""
         return self.f.start(x)
 
-    def forward(self, x: Tensor, z0: tuple[Tensor, ...] | None = None) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != self.latent:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; a generator maps latent vectors, (batch, {self.latent}), to images. "
-                "equipoise.tasks.latent_vectors.fit finds the latent vectors of images."
-            )
-        return self.image(self.equilibrium(x, z0=z0))
+    def solved(self, x: Tensor, z0: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """Return the equilibrium of latent vectors; ``z0`` is a state to start from."""
+        return self.equilibrium(x, z0=z0)

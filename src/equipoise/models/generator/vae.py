@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.models.generator.autoencoder import VariationalAutoencoder
 from equipoise.models.generator.model import NUMBERS as SHARED
 from equipoise.models.generator.model import Generator
 from equipoise.models.mdeq.cell import MDEQSize
 from equipoise.models.mdeq.model import MDEQ
-from equipoise.models.parts.images import require_shape
 from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, sized
 
 NUMBERS = (*SHARED, "head_channels", "final_channels", "dropout")  # the last three are those of the encoder
@@ -26,7 +26,7 @@ SIZES = {  # of the encoder; the decoder is the generator of the same name
 GAIN, LOG_VARIANCE = 4.0, -2.0  # of an untrained encoder, see initialise_codes
 
 
-class MDEQVAE(nn.Module):
+class MDEQVAE(VariationalAutoencoder):
     """Map images in [-1, 1] to their reconstructions, the images of the means of their latent vectors.
 
     The encoder is an :class:`~equipoise.models.mdeq.model.MDEQ` whose classification head gives mean and log variance.
@@ -59,19 +59,12 @@ class MDEQVAE(nn.Module):
         numbers = {name: options.pop(name) for name in NUMBERS if name in options}
         self.size = sized(SIZES, size, "MDEQVAE", numbers)
         self.decoder = Generator(shape, size=size, **options, **{name: getattr(self.size, name) for name in SHARED})
-        self.shape, self.latent = self.decoder.shape, self.decoder.latent
         cell = {name: options[name] for name in ("activation", "weight_norm") if name in options}
         self.encoder = MDEQ(shape, classes=2 * self.latent, **cell, **dataclasses.asdict(self.size))
         initialise_codes(self.encoder.head.get_submodule("classify"), self.latent)  # type: ignore[arg-type]
 
-    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the latent vectors of images, each (batch, latent)."""
-        require_shape(images, self.shape, "its decoder makes images of one size")
-        mean, log_variance = self.encoder((images + 1) / 2).chunk(2, dim=1)
-        return mean, log_variance
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.decoder(self.encode(images)[0])
+    def encoded(self, images: Tensor) -> Tensor:
+        return self.encoder((images + 1) / 2)
 
 
 def initialise_codes(layer: nn.Linear, latent: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.results.sample import kept_density
+from equipoise.models.generator.decoder import Decoder
 from equipoise.models.generator.model import Generator
 from equipoise.models.generator.vae import MDEQVAE
 from equipoise.page.available import Available
@@ -23,7 +24,7 @@ def takes(model: Available) -> bool:
     return isinstance(model.original, Generator | MDEQVAE) and model.shape[0] in (1, 3)
 
 
-def generator(model: Available) -> Generator:
+def generator(model: Available) -> Decoder:
     """Return the generator of this thread."""
     return generator_in(model.model)
 

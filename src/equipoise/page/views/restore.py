@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.models.generator.model import Generator
+from equipoise.models.generator.decoder import Decoder
 from equipoise.page.available import Available
 from equipoise.page.jobs import Job
 from equipoise.page.pictures import in_bytes, table
@@ -83,7 +83,7 @@ def degradation(hole: Tensor, noise: float, blur: float, seed: int) -> LinearPhy
 
 def watch_one(
     job: Job,
-    generator: Generator,
+    generator: Decoder,
     truth: Tensor,
     lane: int,
     method: Callable[[Call], Restored],

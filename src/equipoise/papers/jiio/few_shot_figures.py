@@ -25,7 +25,8 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import prepared, quiet_failures
 from equipoise.papers.drawing import check_counts, describe, write_numbers
 from equipoise.tasks import Batch
-from equipoise.tasks.few_shot import FewShot, task_losses
+from equipoise.tasks.episodes import task_losses
+from equipoise.tasks.few_shot import FewShot
 from equipoise.tolerance import Tolerance
 
 

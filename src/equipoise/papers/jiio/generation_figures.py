@@ -22,7 +22,7 @@ from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures
-from equipoise.models.generator.model import Generator
+from equipoise.models.generator.decoder import Decoder
 from equipoise.options import unknown
 from equipoise.papers.drawing import check_counts, describe, random_test_images, write_numbers
 from equipoise.solvers import Anderson, Broyden, Progress
@@ -106,7 +106,7 @@ def cost_over_time(
     return figure
 
 
-def opened(run: Run, machine: Machine, folders: Sequence[Path], samples: int) -> tuple[Generator, Tensor]:
+def opened(run: Run, machine: Machine, folders: Sequence[Path], samples: int) -> tuple[Decoder, Tensor]:
     """Return the generator of a run, and random test images, the same ones on every call."""
     trained = open_trained(run, machine)
     return generator_in(trained.model), random_test_images(run, trained, folders, samples)
@@ -117,7 +117,7 @@ def summed(truth: Tensor) -> Callable[..., Tensor]:
     return lambda *given: truth[0].numel() * squared_error(*given)
 
 
-def course(model: Generator, truth: Tensor, solver: JointSolver, steps: int) -> dict[str, list[float]]:
+def course(model: Decoder, truth: Tensor, solver: JointSolver, steps: int) -> dict[str, list[float]]:
     """Return processor times and true costs along an optimisation."""
     marks = {1 + round(i * (steps - 1) / (SCORED - 1)) for i in range(SCORED)}  # x has not moved at the first
     spent, points = 0.0, []

@@ -117,6 +117,7 @@ def omniglot_episodes(
     val_episodes: int = 200,
     test_episodes: int = 1000,
     seed: int = 0,
+    train_queries: int | None = None,
 ) -> DataSet:
     """Return few-shot tasks of Omniglot's characters, see :class:`Episodes`; training, validation and test characters
     are disjoint. The ink is black, as in the files.
@@ -135,6 +136,7 @@ def omniglot_episodes(
         episodes: number of training tasks in an epoch; every epoch draws new ones.
         val_episodes, test_episodes: number of tasks for validation and test.
         seed: seed of the tasks.
+        train_queries: number of query images of each class in training tasks; None for ``queries``.
 
     Reference: C. Finn, P. Abbeel, S. Levine, "Model-agnostic meta-learning" (2017), section 5.2.
     """
@@ -152,13 +154,13 @@ def omniglot_episodes(
         train, test = torch.cat([background, evaluation])[order].tensor_split([count])
     held = max(ways, round(HELD_OUT * len(train)))
     parts = {
-        "training": (train[held:], episodes, rotations),
-        "validation": (train[:held], val_episodes, False),
-        "test": (test, test_episodes, False),
+        "training": (train[held:], episodes, queries if train_queries is None else train_queries, rotations),
+        "validation": (train[:held], val_episodes, queries, False),
+        "test": (test, test_episodes, queries, False),
     }
     splits = [
-        Episodes(drawings, count, ways, shots, queries, turned, 3 * seed + i, part)
-        for i, (part, (drawings, count, turned)) in enumerate(parts.items())
+        Episodes(drawings, count, ways, shots, asked, turned, 3 * seed + i, part)
+        for i, (part, (drawings, count, asked, turned)) in enumerate(parts.items())
     ]
     names = tuple(str(way + 1) for way in range(ways))
     return replace(data, train=splits[0], val=splits[1], test=splits[2], class_names=names)
