@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from equipoise.lab.results.sample import kept_density
-from equipoise.models.generator.decoder import Decoder
 from equipoise.models.generator.model import Generator
 from equipoise.models.generator.vae import MDEQVAE
 from equipoise.page.available import Available
@@ -24,9 +23,9 @@ def takes(model: Available) -> bool:
     return isinstance(model.original, Generator | MDEQVAE) and model.shape[0] in (1, 3)
 
 
-def generator(model: Available) -> Decoder:
+def generator(model: Available) -> Generator:
     """Return the generator of this thread."""
-    return generator_in(model.model)
+    return cast(Generator, generator_in(model.model))
 
 
 def length(model: Available) -> int:
