@@ -80,5 +80,7 @@ left.set(xlabel="L2 radius of the attack", ylabel="accuracy", ylim=(0, 1.02))
 left.legend()
 attacked = jiio(clean, images[test[:1]], labels[test[:1]], radius=0.8, norm="l2")
 right.imshow(torch.cat([images[test[0], 0], attacked[0, 0]], dim=1).numpy(), cmap="gray")
-right.set(title=f"a {labels[test[0]]}, and a {clean(attacked).argmax().item()} to the clean model", xticks=[], yticks=[])
+right.set(
+    title=f"a {labels[test[0]]}, and a {clean(attacked).argmax().item()} to the clean model", xticks=[], yticks=[]
+)
 plt.show()

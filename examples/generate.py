@@ -16,7 +16,7 @@ import equipoise as eq
 from equipoise.tasks.latent_vectors import fit, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 
-WARM_UP, STEPS, LATENTS = 150, 30, 500
+WARM_UP, STEPS, LATENTS = 120, 12, 200
 torch.manual_seed(0)
 
 images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # in [-1, 1]
@@ -25,17 +25,17 @@ images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # in [
 # The generator is trained as in the tutorial on restoring images: first on the low frequencies of the images as latent
 # vectors, then on those that joint steps find.
 
-generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(16, 16), downsamplings=0, groups=4, expansion=2)
-generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=20)
+generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(8, 16), downsamplings=0, groups=4, expansion=2)
+generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=10)
 generator.equilibrium.on_failure = "ignore"
 optimizer = torch.optim.Adam(generator.parameters(), lr=3e-3)
 for step in range(WARM_UP + STEPS):
-    batch = images[torch.randint(1500, (64,))]
+    batch = images[torch.randint(1500, (32,))]
     if step < WARM_UP:
         latent = low_frequencies(batch, 16)
     else:
         with torch.no_grad():
-            latent = fit(generator, squared_error, batch, steps=15).x
+            latent = fit(generator, squared_error, batch, steps=10).x
     loss = (generator(latent) - batch).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -56,7 +56,7 @@ print(f"mean grey level of samples {samples.mean():.2f}, of digits {images.mean(
 # %%
 # Between two latent vectors lie images of their own: a straight line from a test image to another.
 
-ends = fit(generator, squared_error, images[[1510, 1520]], steps=60).x
+ends = fit(generator, squared_error, images[[1510, 1520]], steps=40).x
 line = generator(torch.lerp(ends[:1], ends[1:], torch.linspace(0, 1, 12)[:, None]))
 
 rows = {"training": images[:12], "rebuilt": generator(latents[:12]), "samples": samples, "between": line}

@@ -69,6 +69,8 @@ figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
 axis.plot(radii.numpy(), attacked, marker="o", label="under attack (PGD)")
 axis.plot(radii.numpy(), certified, marker="s", label="certified")
 axis.fill_between(radii.numpy(), certified, attacked, alpha=0.15)
-axis.set(xlabel="L2 radius of the change", ylabel="accuracy", ylim=(0, 1.02), title="What is proven, and what was found")
+axis.set(
+    xlabel="L2 radius of the change", ylabel="accuracy", ylim=(0, 1.02), title="What is proven, and what was found"
+)
 axis.legend()
 plt.show()

@@ -12,7 +12,7 @@ from torch import nn
 
 import equipoise as eq
 
-STEPS, SIDE = 150, 32
+STEPS, SIDE = 80, 24
 torch.manual_seed(0)
 
 # %%
@@ -38,16 +38,16 @@ def scenes(count):
 # a small penalty on its Jacobian.
 
 model = eq.models.MDEQ(
-    shape=(3, SIDE, SIDE), classes=3, head="segmentation", size="cifar10-small-public", channels=(12, 24), groups=4,
+    shape=(3, SIDE, SIDE), classes=3, head="segmentation", size="cifar10-small-public", channels=(8, 16), groups=4,
     dropout=0.0,
 )  # fmt: skip
 model.equilibrium.solver, model.equilibrium.on_failure = eq.Anderson(), "ignore"
-model.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=12)
+model.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=8)
 model.equilibrium.gradient = eq.PhantomGradient(steps=1)
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=STEPS)
 for _ in range(STEPS):
-    images, labels = scenes(16)
+    images, labels = scenes(8)
     injected = model.injections(images)
     z = model.equilibrium(*injected)
     loss = nn.functional.cross_entropy(model.read(z), labels)

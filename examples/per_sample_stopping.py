@@ -49,7 +49,9 @@ print(f"rows computed: {sum(per_sample)} per sample, {sum(rows)} as one problem"
 
 alone = eq.fixed_point(f, torch.zeros(1, 32), x[5:6], rate[5:6], **options)
 difference = (alone.value - solution.value[5:6]).abs().max().item()
-print(f"sample 5: {alone.stats.steps.item()} steps alone, {solution.stats.steps[5]} in the batch; {difference:.0e} apart")
+print(
+    f"sample 5: {alone.stats.steps.item()} steps alone, {solution.stats.steps[5]} in the batch; {difference:.0e} apart"
+)
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 for sample in range(SAMPLES):

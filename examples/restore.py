@@ -17,7 +17,7 @@ from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.physics import GaussianNoise, Mask
 from equipoise.tasks.restore_images import filled, restore
 
-WARM_UP, STEPS = 150, 30
+WARM_UP, STEPS = 120, 12
 torch.manual_seed(0)
 
 images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # in [-1, 1]
@@ -27,17 +27,17 @@ train, test = images[:1500], images[1500:]
 # Training starts with a warm-up, in which the latent vector of an image consists of its low spatial frequencies. Then it
 # is found by joint steps (``fit``), and the weights are trained to lower the error that remains.
 
-generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(16, 16), downsamplings=0, groups=4, expansion=2)
-generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=20)
+generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(8, 16), downsamplings=0, groups=4, expansion=2)
+generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=10)
 generator.equilibrium.on_failure = "ignore"
 optimizer = torch.optim.Adam(generator.parameters(), lr=3e-3)
 for step in range(WARM_UP + STEPS):
-    batch = train[torch.randint(len(train), (64,))]
+    batch = train[torch.randint(len(train), (32,))]
     if step < WARM_UP:
         latent = low_frequencies(batch, 16)
     else:
         with torch.no_grad():
-            latent = fit(generator, squared_error, batch, steps=15).x
+            latent = fit(generator, squared_error, batch, steps=10).x
     loss = (generator(latent) - batch).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -54,7 +54,7 @@ mask = torch.ones(8, 1, 8, 8)
 mask[:, :, 2:6, 2:6] = 0
 physics = Mask(mask, GaussianNoise(0.05, torch.Generator().manual_seed(1)))
 measured = physics(truth)
-restored, optimum = restore(generator.requires_grad_(False), measured, physics, steps=60)
+restored, optimum = restore(generator.requires_grad_(False), measured, physics, steps=40)
 print(optimum)
 
 # %%
@@ -64,7 +64,11 @@ hidden = mask == 0
 for name, guess in (("mean image", train.mean(dim=0).expand(8, -1, -1, -1)), ("restored", restored)):
     print(f"mean squared error on hidden pixels, {name}: {(guess - truth)[hidden].square().mean():.3f}")
 
-rows = {"measured": torch.where(hidden, -1.0, measured), "restored": filled(restored, measured, physics), "truth": truth}
+rows = {
+    "measured": torch.where(hidden, -1.0, measured),
+    "restored": filled(restored, measured, physics),
+    "truth": truth,
+}
 figure, axes = plt.subplots(3, 8, figsize=(9, 3.6), layout="constrained")
 for line, (name, pictures) in zip(axes, rows.items(), strict=True):
     line[0].set_ylabel(name)

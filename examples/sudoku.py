@@ -3,7 +3,7 @@ A transformer block at equilibrium solves Sudoku
 ================================================
 
 The recursive reasoning models of 2025 and 2026 (HRM, TRM) apply one small network to its own state again and again. They
-are trained with the gradient of the last step only, with a loss after every few steps. This script does the same with
+are trained with the gradient of the last step only and with a loss after every few steps. This script does the same with
 4 x 4 Sudoku: one transformer block is the f of an equilibrium layer, each puzzle halts by its own residual, and at test
 time several random starts add breadth.
 """
@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 import equipoise as eq
 
-UPDATES, WIDTH, PUZZLES, STARTS = 2400, 48, 600, 16
+UPDATES, WIDTH, PUZZLES, STARTS, START = 1000, 48, 300, 8, 0.4
 torch.manual_seed(0)
 
 # %%
 # There are 288 grids; 58 are held out. A puzzle shows 5 to 8 of the 16 digits and has exactly one solution.
 
-grids = torch.tensor(list(product(permutations(range(4)), repeat=4))).flatten(1)
 cell = torch.arange(16)
 units = [cell // 4, cell % 4, cell // 8 * 2 + cell % 4 // 2]  # row, column and box of each cell
-for number in [digit for unit in units for digit in [torch.stack([unit == i for i in range(4)])]]:
-    counts = torch.stack([(F.one_hot(grids, 4)[:, part]).sum(1) for part in number], 1)
-    grids = grids[(counts == 1).flatten(1).all(1)]
+grids = torch.tensor(list(product(permutations(range(4)), repeat=4))).flatten(1)
+for unit in units[1:]:
+    for i in range(4):
+        grids = grids[(grids[:, unit == i].sort(dim=1).values == torch.arange(4)).all(dim=1)]
 grids = grids[torch.randperm(288)]
 
 
@@ -61,35 +61,54 @@ class Block(nn.Module):
 
 
 embed, head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 4)
-few = eq.Tolerance(relative=1e-3, max_steps=3)
-layer = eq.Equilibrium(
-    Block(WIDTH), solver=eq.Picard(), tolerance=few, gradient=eq.PhantomGradient(steps=1), on_failure="ignore"
-)
+layer = eq.Equilibrium(Block(WIDTH), solver=eq.Picard(), on_failure="ignore")
+layer.tolerance = eq.Tolerance(relative=3e-2, max_steps=32, patience=None)
 
 # %%
-# Every third update starts new puzzles from random states; the others continue from the states reached so far.
+# Every fourth update starts new puzzles from random states; the others continue from the states reached so far. An update
+# takes two steps, and only the second one is differentiated.
 
 given, answers = puzzles(8000, grids[:230])
 parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
 optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=UPDATES, pct_start=0.05)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
 for update in range(UPDATES):
     if update % 4 == 0:
         batch = torch.randint(len(given), (64,))
-        z = torch.randn(64, 16, WIDTH)
-    z = layer(embed(given[batch]), z0=z.detach())
+        z = START * torch.randn(64, 16, WIDTH)
+    x = embed(given[batch])
+    with torch.no_grad():
+        z = layer.f(z, x)
+    z = layer.f(z, x)
     loss = F.cross_entropy(head(z).flatten(0, 1), answers[batch].flatten())
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
     schedule.step()
-    import os
-    if os.environ.get("DBG") and update%300==299:
-        with torch.no_grad():
-            layer.tolerance = eq.Tolerance(relative=2e-2, max_steps=64, patience=None)
-            p,s=puzzles(300, grids[230:]); x=embed(p)
-            runs=[layer.solve(x, z0=torch.randn_like(x)) for _ in range(4)]
-            ok=torch.stack([(head(r.value).argmax(-1)==s).all(1) for r in runs]); res=torch.stack([r.stats.residual for r in runs])
-            print(update+1, loss.item(), ok.float().mean(), "best", ok.gather(0,res.argmin(0)[None]).float().mean(), "any", ok.any(0).float().mean(), "conv", runs[0].converged.float().mean(), runs[0].stats.steps.float().mean(), "res", res.median())
-            layer.tolerance=few
+
+# %%
+# At test time each puzzle of a held-out grid halts by its own residual. Breadth: of several random starts, the one with
+# the lowest residual counts. No rule of Sudoku is checked.
+
+given, answers = puzzles(PUZZLES, grids[230:])
+with torch.no_grad():
+    x = embed(given)
+    runs = [layer.solve(x, z0=START * torch.randn_like(x)) for _ in range(STARTS)]
+    right = torch.stack([(head(run.value).argmax(dim=-1) == answers).all(dim=1) for run in runs])
+residual = torch.stack([run.stats.residual for run in runs])
+breadth = range(1, STARTS + 1)
+accuracy = [right[:n].gather(0, residual[:n].argmin(0)[None]).float().mean().item() for n in breadth]
+print(f"one start {accuracy[0]:.1%}, {STARTS} starts {accuracy[-1]:.1%} of {PUZZLES} puzzles solved")
+
+steps = runs[0].stats.steps
+clues = (given > 0).sum(dim=1)
+means = [steps[clues == count].float().mean().item() for count in range(5, 9)]
+print("mean steps for 5, 6, 7 and 8 clues:", [f"{mean:.1f}" for mean in means])
+
+figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+left.plot(breadth, accuracy, marker="o")
+left.set(title="Breadth", xlabel="random starts", ylabel="puzzles solved")
+middle.bar(range(5, 9), means)
+middle.set(title="Each puzzle halts on its own", xlabel="digits shown", ylabel="mean solver steps", xticks=range(5, 9))
+plt.show()

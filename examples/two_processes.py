@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import torch
 
 import equipoise as eq
 
