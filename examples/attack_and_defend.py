@@ -4,7 +4,8 @@ Attack and defend
 
 An attack looks for a small change of an image that makes a classifier err. For an equilibrium classifier, projected
 gradient descent (PGD) solves for the equilibrium and its gradient at every step; joint optimisation moves image,
-equilibrium and adjoint in one loop, and needs a fraction of the evaluations of f. Training on attacked images defends.
+equilibrium and adjoint in one loop, and needs a fraction of the evaluations of f. Training on attacked images
+defends.
 """
 
 import copy
@@ -40,8 +41,8 @@ def fit(model, epochs, attack=None):
 
 
 # %%
-# The first model is trained on clean images. The second continues on images attacked by 15 joint steps within an L2 ball
-# of radius 0.8.
+# The first model is trained on clean images. The second continues on images attacked by 15 joint steps within an L2
+# ball of radius 0.8.
 
 clean = fit(eq.create_model("conv-equilibrium", shape=(1, 8, 8), classes=10, channels=12), EPOCHS)
 defended = fit(copy.deepcopy(clean), DEFENCE, lambda m, x, y: jiio(m, x, y, radius=0.8, norm="l2", steps=15))

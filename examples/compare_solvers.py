@@ -38,8 +38,8 @@ print(failed)
 print(eq.diagnose(failed))
 
 # %%
-# ``compare_solvers`` runs the general solvers on the same problem. Damped iteration and the accelerated methods converge;
-# what they cost differs.
+# ``compare_solvers`` runs the general solvers on the same problem. Damped iteration and the accelerated methods
+# converge; what they cost differs.
 
 tolerance = eq.Tolerance(relative=1e-6, max_steps=150)
 comparison = eq.compare_solvers(f, z0, x, tolerance=tolerance)

@@ -22,8 +22,8 @@ torch.manual_seed(0)
 images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # in [-1, 1]
 
 # %%
-# The generator is trained as in the tutorial on restoring images: first on the low frequencies of the images as latent
-# vectors, then on those that joint steps find.
+# The generator is trained as in the tutorial on restoring images: first on the low frequencies of the images as
+# latent vectors, then on those that joint steps find.
 
 generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(8, 16), downsamplings=0, groups=4, expansion=2)
 generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=10)

@@ -38,7 +38,8 @@ for _ in range(EPOCHS):
         optimizer.step()
 
 # %%
-# The certificate follows from the weights alone. ``m`` bounds I - W from below; the rate is that of the splitting solver.
+# The certificate follows from the weights alone. ``m`` bounds I - W from below; the rate is that of the splitting
+# solver.
 
 model.eval().requires_grad_(False)
 print(model.certificate())

@@ -2,8 +2,9 @@
 Multiscale equilibria and segmentation
 ======================================
 
-An MDEQ (S. Bai, V. Koltun, J. Z. Kolter, 2020) keeps features at several resolutions and solves for all of them together.
-Here one with two scales learns to tell disks, squares and background apart, in scenes that the script draws itself.
+An MDEQ (S. Bai, V. Koltun, J. Z. Kolter, 2020) keeps features at several resolutions and solves for all of them
+together. Here one with two scales learns to tell disks, squares and background apart, in scenes that the script draws
+itself.
 """
 
 import matplotlib.pyplot as plt
@@ -12,7 +13,7 @@ from torch import nn
 
 import equipoise as eq
 
-STEPS, SIDE = 80, 24
+STEPS, SIDE = 120, 24
 torch.manual_seed(0)
 
 # %%
@@ -34,8 +35,8 @@ def scenes(count):
 
 
 # %%
-# ``head="segmentation"`` gives logits for every pixel. Nothing makes the f of an MDEQ contractive, so the loss includes
-# a small penalty on its Jacobian.
+# ``head="segmentation"`` gives logits for every pixel. Nothing makes the f of an MDEQ contractive, so the loss
+# includes a small penalty on its Jacobian.
 
 model = eq.models.MDEQ(
     shape=(3, SIDE, SIDE), classes=3, head="segmentation", size="cifar10-small-public", channels=(8, 16), groups=4,
@@ -44,6 +45,9 @@ model = eq.models.MDEQ(
 model.equilibrium.solver, model.equilibrium.on_failure = eq.Anderson(), "ignore"
 model.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=8)
 model.equilibrium.gradient = eq.PhantomGradient(steps=1)
+for module in model.modules():
+    if isinstance(module, nn.BatchNorm2d):
+        module.momentum = 0.1  # the default of 0.01 is for long training runs
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=STEPS)
 for _ in range(STEPS):

@@ -54,13 +54,12 @@ solvers = {"proximal gradient": eq.ProximalGradient(), "FISTA": eq.FISTA(), "And
 inputs = model.injections(some)
 curves = {}
 for name, solver in solvers.items():
-    values = []
+    values = curves[name] = []
     model.equilibrium.solver, model.equilibrium.compact = solver, False
     model.equilibrium.tolerance = eq.Tolerance(relative=1e-6, max_steps=100)
     solution = model.equilibrium.solve(
-        *inputs, callback=lambda progress: values.append(model.objective(progress.value, some).mean().item())
+        *inputs, callback=lambda progress, to=values: to.append(model.objective(progress.value, some).mean().item())
     )
-    curves[name] = values
     print(f"{name}: median {solution.stats.steps.median()} steps")
 
 least = min(min(values) for values in curves.values())

@@ -2,9 +2,9 @@
 Learn from one example
 ======================
 
-A classifier sees one image of each of five new classes, and then has to tell more images of them apart. Its weights stay
-as they are: what it learns is a *task vector* x, an input of its equilibrium and its head, found by minimising the loss of
-the five images over x (S. Gurumurthy et al., 2021, appendix B.1). The classes are random scribbles.
+A classifier sees one image of each of five new classes, and then has to tell more images of them apart. Its weights
+stay as they are: what it learns is a *task vector* x, an input of its equilibrium and its head, found by minimising
+the loss of the five images over x (S. Gurumurthy et al., 2021, appendix B.1). The classes are random scribbles.
 """
 
 import matplotlib.pyplot as plt
@@ -49,7 +49,7 @@ names = tuple("abcde")
 warm_up = FewShot(names, steps=0, prototypes=1.0)
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=STEPS)
-for step in range(STEPS):
+for _ in range(STEPS):
     loss, _ = warm_up.loss(model, episodes(8))
     optimizer.zero_grad()
     loss.backward()
@@ -57,8 +57,8 @@ for step in range(STEPS):
     schedule.step()
 
 # %%
-# Learning a new task is an optimisation of x: the mean cross entropy of its five images, with z, its adjoint and x moving
-# together. Accuracy is that of images that were not seen.
+# Learning a new task is an optimisation of x: the mean cross entropy of its five images, with z, its adjoint and x
+# moving together. Accuracy is that of images that were not seen.
 
 model.eval().requires_grad_(False)
 learner = FewShot(names, steps=20, step_size=4.0, penalty=2.0)

@@ -3,8 +3,8 @@ Your own layer
 ==============
 
 An equilibrium layer needs one thing: a function ``f(z, x)`` that maps a state and an input to the next state.
-:class:`equipoise.Equilibrium` turns it into a layer whose output is the fixed point ``z* = f(z*, x)``. Here such a layer
-of 32 units learns to tell two spirals apart.
+:class:`equipoise.Equilibrium` turns it into a layer whose output is the fixed point ``z* = f(z*, x)``. Here such a
+layer of 32 units learns to tell two spirals apart.
 """
 
 import matplotlib.pyplot as plt
@@ -17,8 +17,8 @@ STEPS = 300
 torch.manual_seed(0)
 
 # %%
-# The function is an ordinary module. The spectral norm keeps its weight below 0.9, so that f is a contraction in z: every
-# x has exactly one equilibrium, and plain iteration finds it.
+# The function is an ordinary module. The spectral norm keeps its weight below 0.9, so that f is a contraction in z:
+# every x has exactly one equilibrium, and plain iteration finds it.
 
 
 class Cell(nn.Module):
@@ -34,8 +34,8 @@ layer = eq.Equilibrium(Cell(32), solver=eq.Anderson(memory=5), tolerance=eq.Tole
 model = nn.Sequential(nn.Linear(2, 32), layer, nn.Linear(32, 2))
 
 # %%
-# Training is ordinary, too. ``loss.backward()`` computes the gradient of the equilibrium itself by the implicit function
-# theorem; the iterates of the solver are not stored.
+# Training is ordinary, too. ``loss.backward()`` computes the gradient of the equilibrium itself by the implicit
+# function theorem; the iterates of the solver are not stored.
 
 angle = 4 * torch.rand(400) ** 0.5 * torch.pi
 labels = torch.arange(400) % 2
@@ -53,8 +53,8 @@ accuracy = (model(points).argmax(dim=1) == labels).float().mean().item()
 print(f"loss {loss.item():.3f}, accuracy {accuracy:.1%}")
 
 # %%
-# ``layer.solve`` returns a :class:`equipoise.Solution` instead of the bare value: it tells which samples converged, and
-# after how many steps.
+# ``layer.solve`` returns a :class:`equipoise.Solution` instead of the bare value: it tells which samples converged,
+# and after how many steps.
 
 side = torch.linspace(-2.4, 2.4, 90)
 grid = torch.cartesian_prod(side, side)

@@ -2,8 +2,8 @@
 Why per-sample stopping matters
 ===============================
 
-The samples of a batch are independent problems, and some are harder than others. equipoise stops each of them by its own
-residual and leaves finished samples out of further evaluations. Here one sample of 64 needs hundreds of steps.
+The samples of a batch are independent problems, and some are harder than others. equipoise stops each of them by its
+own residual and leaves finished samples out of further evaluations. Here one sample of 64 needs hundreds of steps.
 """
 
 import matplotlib.pyplot as plt
@@ -15,8 +15,8 @@ SAMPLES = 64
 torch.manual_seed(0)
 
 # %%
-# Sample ``i`` contracts by its own factor ``rate[i]``. The rates travel as an input, so that they can be gathered with
-# their samples.
+# Sample ``i`` contracts by its own factor ``rate[i]``. The rates travel as an input, so that they can be gathered
+# with their samples.
 
 rate = 0.3 + 0.3 * torch.rand(SAMPLES, 1)
 rate[0] = 0.97
@@ -30,22 +30,22 @@ def f(z, x, rate):
     return rate * (z @ Q) + x
 
 
-options = dict(solver=eq.Picard(), tolerance=eq.Tolerance(relative=1e-6, max_steps=2000, patience=None))
+options = {"solver": eq.Picard(), "tolerance": eq.Tolerance(relative=1e-6, max_steps=2000, patience=None)}
 solution = eq.fixed_point(f, torch.zeros(SAMPLES, 32), x, rate, trace=True, **options)
 per_sample = list(rows)
 print(solution)
 
 # %%
-# With ``coupled=True`` the whole batch is one problem with one residual. It stops when the batch does, so all 64 samples
-# are computed until the slow one is done.
+# With ``coupled=True`` the whole batch is one problem with one residual. It stops when the batch does, so all 64
+# samples are computed until the slow one is done.
 
 rows.clear()
 together = eq.fixed_point(f, torch.zeros(SAMPLES, 32), x, rate, coupled=True, **options)
 print(f"rows computed: {sum(per_sample)} per sample, {sum(rows)} as one problem")
 
 # %%
-# There is a second reason. Because nothing is shared, the answer for a sample does not depend on its batch-mates: solved
-# alone, it takes the same number of steps to the same value.
+# There is a second reason. Because nothing is shared, the answer for a sample does not depend on its batch-mates:
+# solved alone, it takes the same number of steps to the same value.
 
 alone = eq.fixed_point(f, torch.zeros(1, 32), x[5:6], rate[5:6], **options)
 difference = (alone.value - solution.value[5:6]).abs().max().item()

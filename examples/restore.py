@@ -2,9 +2,9 @@
 Restore an image
 ================
 
-A generator is a prior: of all images it can make, find the one that agrees with what was measured. Joint inference and
-input optimisation (JIIO; S. Gurumurthy et al., 2021) moves the latent vector and the equilibrium together, in one loop.
-Here a generator of 8x8 digits, trained in seconds, fills in hidden pixels.
+A generator is a prior: of all images it can make, find the one that agrees with what was measured. Joint inference
+and input optimisation (JIIO; S. Gurumurthy et al., 2021) moves the latent vector and the equilibrium together, in one
+loop. Here a generator of 8x8 digits, trained in seconds, fills in hidden pixels.
 """
 
 import matplotlib.pyplot as plt
@@ -24,8 +24,8 @@ images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # in [
 train, test = images[:1500], images[1500:]
 
 # %%
-# Training starts with a warm-up, in which the latent vector of an image consists of its low spatial frequencies. Then it
-# is found by joint steps (``fit``), and the weights are trained to lower the error that remains.
+# Training starts with a warm-up, in which the latent vector of an image consists of its low spatial frequencies. Then
+# it is found by joint steps (``fit``), and the weights are trained to lower the error that remains.
 
 generator = eq.models.Generator(shape=(1, 8, 8), latent=16, channels=(8, 16), downsamplings=0, groups=4, expansion=2)
 generator.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=10)

@@ -2,10 +2,10 @@
 A transformer block at equilibrium solves Sudoku
 ================================================
 
-The recursive reasoning models of 2025 and 2026 (HRM, TRM) apply one small network to its own state again and again. They
-are trained with the gradient of the last step only and with a loss after every few steps. This script does the same with
-4 x 4 Sudoku: one transformer block is the f of an equilibrium layer, each puzzle halts by its own residual, and at test
-time several random starts add breadth.
+The recursive reasoning models of 2025 and 2026 (HRM, TRM) apply one small network to its own state again and again.
+They are trained with the gradient of the last step only and with a loss after every few steps. This script does the
+same with 4 x 4 Sudoku: one transformer block is the f of an equilibrium layer, each puzzle halts by its own residual,
+and at test time several random starts add breadth.
 """
 
 from itertools import permutations, product
@@ -65,8 +65,8 @@ layer = eq.Equilibrium(Block(WIDTH), solver=eq.Picard(), on_failure="ignore")
 layer.tolerance = eq.Tolerance(relative=3e-2, max_steps=32, patience=None)
 
 # %%
-# Every fourth update starts new puzzles from random states; the others continue from the states reached so far. An update
-# takes two steps, and only the second one is differentiated.
+# Every fourth update starts new puzzles from random states; the others continue from the states reached so far. An
+# update takes two steps, and only the second one is differentiated.
 
 given, answers = puzzles(8000, grids[:230])
 parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
@@ -88,8 +88,8 @@ for update in range(UPDATES):
     schedule.step()
 
 # %%
-# At test time each puzzle of a held-out grid halts by its own residual. Breadth: of several random starts, the one with
-# the lowest residual counts. No rule of Sudoku is checked.
+# At test time each puzzle of a held-out grid halts by its own residual. Breadth: of several random starts, the one
+# with the lowest residual counts. No rule of Sudoku is checked.
 
 given, answers = puzzles(PUZZLES, grids[230:])
 with torch.no_grad():
@@ -102,9 +102,7 @@ accuracy = [right[:n].gather(0, residual[:n].argmin(0)[None]).float().mean().ite
 print(f"one start {accuracy[0]:.1%}, {STARTS} starts {accuracy[-1]:.1%} of {PUZZLES} puzzles solved")
 
 steps = runs[0].stats.steps
-clues = (given > 0).sum(dim=1)
-means = [steps[clues == count].float().mean().item() for count in range(5, 9)]
-print("mean steps for 5, 6, 7 and 8 clues:", [f"{mean:.1f}" for mean in means])
+means = [steps[(given > 0).sum(dim=1) == count].float().mean().item() for count in range(5, 9)]
 
 figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 left.plot(breadth, accuracy, marker="o")

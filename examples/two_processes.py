@@ -3,8 +3,8 @@ Train on two processes
 ======================
 
 ``torchrun`` starts the same training command on several processes. The batch size of a recipe is the total over all
-processes, so two of them take the same steps as one, up to rounding. This script trains a classifier of 8x8 digits both
-ways and compares the weights.
+processes, so two of them take the same steps as one, up to rounding. This script trains a classifier of 8x8 digits
+both ways and compares the weights.
 """
 
 import json
