@@ -19,12 +19,13 @@ import equipoise as eq
 from equipoise.tasks.joint_attack import jiio
 from equipoise.tasks.robustness import pgd
 
-EPOCHS, DEFENCE = 8, 2
+EPOCHS, DEFENCE, TESTED = 8, 2, 200
 torch.manual_seed(0)
 
 images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 images = images.float().view(-1, 1, 8, 8) / 16
-train, test = torch.randperm(len(images)).split([1500, 297])
+order = torch.randperm(len(images))
+train, test = order[:1500], order[1500 : 1500 + TESTED]
 
 
 def fit(model, epochs, attack=None):

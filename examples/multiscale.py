@@ -13,7 +13,7 @@ from torch import nn
 
 import equipoise as eq
 
-STEPS, SIDE = 120, 24
+STEPS, SHALLOW, SIDE = 130, 100, 24
 torch.manual_seed(0)
 
 # %%
@@ -35,22 +35,23 @@ def scenes(count):
 
 
 # %%
-# ``head="segmentation"`` gives logits for every pixel. Nothing makes the f of an MDEQ contractive, so the loss
-# includes a small penalty on its Jacobian.
+# ``head="segmentation"`` gives logits for every pixel. Nothing makes the f of an MDEQ contractive, so the loss includes
+# a penalty on its Jacobian, and training starts with a shallow stack: four steps of f, all of them differentiated.
 
 model = eq.models.MDEQ(
     shape=(3, SIDE, SIDE), classes=3, head="segmentation", size="cifar10-small-public", channels=(8, 16), groups=4,
     dropout=0.0,
 )  # fmt: skip
 model.equilibrium.solver, model.equilibrium.on_failure = eq.Anderson(), "ignore"
-model.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=8)
-model.equilibrium.gradient = eq.PhantomGradient(steps=1)
+model.equilibrium.tolerance = eq.Tolerance(relative=1e-2, max_steps=20)
 for module in model.modules():
     if isinstance(module, nn.BatchNorm2d):
         module.momentum = 0.1  # the default of 0.01 is for long training runs
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=STEPS)
-for _ in range(STEPS):
+for step in range(STEPS):
+    if step in (0, SHALLOW):
+        model.equilibrium.gradient = eq.PhantomGradient(steps=2) if step else eq.UnrolledGradient(steps=4)
     images, labels = scenes(8)
     injected = model.injections(images)
     z = model.equilibrium(*injected)
