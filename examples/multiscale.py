@@ -13,7 +13,7 @@ from torch import nn
 
 import equipoise as eq
 
-STEPS, SHALLOW, SIDE = 130, 100, 24
+STEPS, SHALLOW, SIDE = 150, 90, 24
 torch.manual_seed(0)
 
 # %%
@@ -51,14 +51,14 @@ optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=STEPS)
 for step in range(STEPS):
     if step in (0, SHALLOW):
-        model.equilibrium.gradient = eq.PhantomGradient(steps=2) if step else eq.UnrolledGradient(steps=4)
+        model.equilibrium.gradient = eq.PhantomGradient(steps=3) if step else eq.UnrolledGradient(steps=4)
     images, labels = scenes(8)
     injected = model.injections(images)
     z = model.equilibrium(*injected)
-    loss = nn.functional.cross_entropy(model.read(z), labels)
+    loss = nn.functional.cross_entropy(model.read(z), labels, weight=torch.tensor([0.2, 1.0, 1.0]))
     penalty = eq.jacobian_penalty(model.equilibrium.f, tuple(part.detach() for part in z), *injected)
     optimizer.zero_grad()
-    (loss + 0.3 * penalty).backward()
+    (loss + 3.0 * penalty).backward()
     optimizer.step()
     schedule.step()
 
