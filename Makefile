@@ -44,7 +44,7 @@ test test-slow: export OMP_NUM_THREADS = 1
 test: $(VENV)/with-dev
 	$(BIN)/python -m pytest -q -n 2
 
-test-slow: $(VENV)/with-dev
+test-slow: $(VENV)/with-dev $(VENV)/with-docs
 	$(BIN)/python -m pytest -q -n 2 -m slow || test $$? -eq 5  # 5: no test is that slow (yet)
 
 # The wrapper would ask the network whether a newer pyright exists.

@@ -22,7 +22,8 @@ def rewrite(app: Sphinx, name: str, source: list[str]) -> None:
     def target(match: re.Match[str]) -> str:
         path = (folder / match[1]).resolve()
         if path.is_dir():
-            path = path / ("README.md" if (path / "README.md").exists() else next(path.glob("*.toml")).name)
+            page = ROOT / "docs" / "tutorials" / "index.rst"
+            path = page if path == ROOT / "examples" else next(path.glob("*.toml"))
         elif path.parent == ROOT / "examples" and (ROOT / "docs" / "tutorials" / f"{path.stem}.rst").exists():
             path = ROOT / "docs" / "tutorials" / f"{path.stem}.rst"
         else:
