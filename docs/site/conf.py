@@ -55,6 +55,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "download_all_examples": False,
     "parallel": True,
+    "capture_repr": (),  # the scripts print what they show
     "show_memory": False,
     "show_signature": False,
     "min_reported_time": 1e6,
