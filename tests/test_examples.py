@@ -16,7 +16,6 @@ SMOKE = {
     "per_sample_stopping": ({}, lambda names: sum(names["per_sample"]) < 0.2 * sum(names["rows"])),
     "compare_solvers": ({}, lambda names: not names["failed"].converged.any() and names["solution"].converged.all()),
     "guarantee": ({"EPOCHS": 1}, lambda names: names["broken"] == 0 and (names["radius"] > 0).any()),
-    "multiscale": ({"STEPS": 3, "SHALLOW": 2}, lambda names: names["predicted"].shape == names["labels"].shape),
     "objective": ({"EPOCHS": 1}, lambda names: falls(names["curves"]["proximal gradient"])),
     "restore": ({"WARM_UP": 8, "STEPS": 1}, lambda names: names["optimum"].cost.isfinite().all()),
     "generate": (
