@@ -72,9 +72,7 @@ layer.tolerance = eq.Tolerance(relative=3e-2, max_steps=32, patience=None)
 given, answers = puzzles(8000, grids[:230])
 parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
 optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-schedule = torch.optim.lr_scheduler.OneCycleLR(
-    optimizer, 3e-3, total_steps=UPDATES, pct_start=0.03, cycle_momentum=False, final_div_factor=2
-)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, UPDATES, pct_start=0.03, cycle_momentum=False)
 for update in range(UPDATES):
     if update % 4 == 0:
         batch = torch.randint(len(given), (64,))
