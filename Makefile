@@ -1,4 +1,4 @@
-# make demo | test | test-slow | lint | format | bench | clean
+# make demo | test | test-slow | lint | format | bench | docs | clean
 # Needs python3 (3.11.4 or newer) and make; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow lint format bench docs clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -31,6 +31,10 @@ $(VENV)/with-bench: $(VENV)/made
 	$(PIP) -e '.[bench]'
 	@touch $@
 
+$(VENV)/with-docs: $(VENV)/made
+	$(PIP) -e '.[docs,lab,onnx]'
+	@touch $(VENV)/with-lab $@
+
 # Tensors this small gain little from more threads, and lose much when a core is busy.
 demo: $(VENV)/with-lab
 	$(BIN)/equipoise train core/digits --report --threads 1
@@ -40,7 +44,7 @@ test test-slow: export OMP_NUM_THREADS = 1
 test: $(VENV)/with-dev
 	$(BIN)/python -m pytest -q -n 2
 
-test-slow: $(VENV)/with-dev
+test-slow: $(VENV)/with-dev $(VENV)/with-docs
 	$(BIN)/python -m pytest -q -n 2 -m slow || test $$? -eq 5  # 5: no test is that slow (yet)
 
 # The wrapper would ask the network whether a newer pyright exists.
@@ -57,6 +61,13 @@ format: $(VENV)/with-dev
 bench: $(VENV)/with-bench
 	$(BIN)/python benchmarks/bench.py
 
+# The site, in docs/_build/html: the pages, the tutorials with their pictures, the reference. Warnings are errors.
+docs: export OMP_NUM_THREADS = 1
+docs: $(VENV)/with-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs/site -d docs/_build/doctrees . docs/_build/html
+	@echo 'built docs/_build/html/index.html'
+
 clean:
+	rm -rf docs/_build docs/reference docs/tutorials
 	rm -rf $(VENV) runs dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,8 +3,9 @@
     python tests/test_docs.py --update
 
 runs all code of the pages and writes into them what it prints now. The blocks of a page are one program, run in order
-with seed 0. A ``text`` block after a ``python`` block shows its output; numbers in it may differ a little from
-machine to machine, and are not compared at all in a block that begins with three backticks and ``text (numbers vary)``.
+with seed 0; one that begins with ``# file: NAME`` is written to that file instead. A ``text`` block after a ``python``
+block shows its output; numbers in it may differ a little from machine to machine, and are not compared at all in a
+block that begins with three backticks and ``text (numbers vary)``.
 What stands between ``<!-- output of: COMMAND -->`` and ``<!-- end of output -->`` is compared exactly.
 """
 
@@ -79,12 +80,15 @@ def outputs(page: Path) -> Iterator[tuple[Block, str]]:
         if "runs/denoise-001" in text:
             train_example()
         for block, after in pairwise([*blocks(text), Block("", "", 0, 0)]):
+            if named := re.match(r"# file: (\S+)\n", block.content):
+                Path(named[1]).write_text(block.content)
+                continue
             if block.language != "python" or ("torchdeq" in block.content and not HAVE_TORCHDEQ):
                 continue
             printed = io.StringIO()
             source = "\n" * text.count("\n", 0, block.start) + block.content  # so that errors name the page's line
             with contextlib.redirect_stdout(printed):
-                exec(compile(source, str(page), "exec"), names)
+                exec(compile(source, str(page), "exec", dont_inherit=True), names)
             if after.language.startswith("text"):
                 yield after, printed.getvalue()
 
