@@ -89,7 +89,8 @@ def outputs(page: Path) -> Iterator[tuple[Block, str]]:
             source = "\n" * text.count("\n", 0, block.start) + block.content  # so that errors name the page's line
             with contextlib.redirect_stdout(printed):
                 exec(compile(source, str(page), "exec", dont_inherit=True), names)
-            if after.language.startswith("text"):
+            generated = any(match.start() < after.start < match.end() for match in GENERATED.finditer(text))
+            if after.language.startswith("text") and not generated:
                 yield after, printed.getvalue()
 
 

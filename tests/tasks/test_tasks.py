@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from equipoise.lab.training.evaluate import add
+from equipoise.models.few_shot.conv4 import Conv4
 from equipoise.models.few_shot.model import FewShotMDEQ
+from equipoise.models.generator.mdeq_ae import MDEQAE
 from equipoise.models.generator.model import Generator
 from equipoise.models.generator.vae import MDEQVAE
 from equipoise.models.opteq.model import OptEq, POptEq
@@ -220,7 +222,7 @@ def test_what_a_task_need_not_have():
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_every_task_keeps_the_contract(name):
-    makes_images = name in ("generation", "restoration", "vae")
+    makes_images = name in ("generation", "restoration", "vae", "autoencoding")
     task = TASKS[name]() if makes_images else TASKS[name](class_names=NAMES)
     assert isinstance(task, Task)
     images, labels = batch_of(6)
@@ -229,8 +231,9 @@ def test_every_task_keeps_the_contract(name):
         images, model = torch.rand(2, 1, 24, 24), Generator((1, 24, 24), latent=4, size="small-2", channels=(8, 8))
         model.equilibrium.on_failure = "ignore"
         task.steps = task.train_steps = 8  # type: ignore[attr-defined]
-    if name == "vae":
-        model = MDEQVAE((1, 24, 24), latent=4, size="small-2", channels=(8, 8), expansion=1.0)
+    if name in ("vae", "autoencoding"):
+        kind = MDEQVAE if name == "vae" else MDEQAE
+        model = kind((1, 24, 24), latent=4, size="small-2", channels=(8, 8), expansion=1.0)
         model.encoder.equilibrium.on_failure = model.decoder.equilibrium.on_failure = "ignore"
     if name == "segmentation":  # a class for every pixel
         labels, model = labels[:, None, None].expand(-1, *images.shape[2:]), nn.Conv2d(images.shape[1], len(NAMES), 1)
@@ -240,6 +243,9 @@ def test_every_task_keeps_the_contract(name):
     if name == "few-shot":  # a batch of tasks
         model, labels = FewShotMDEQ((1, 8, 8), len(NAMES), channels=(4, 4), groups=2, task_length=4), torch.arange(2)
         model.equilibrium.on_failure = "ignore"
+        batch = 2 * (torch.rand(3, 2, 1, 8, 8), labels.expand(3, -1))
+    if name in ("maml", "reptile", "imaml"):
+        model, labels = Conv4((1, 8, 8), len(NAMES), filters=4, layers=2), torch.arange(2)
         batch = 2 * (torch.rand(3, 2, 1, 8, 8), labels.expand(3, -1))
     loss, sums = task.loss(model, batch)
     loss.backward()

@@ -212,7 +212,7 @@ def test_the_command_writes_and_checks_the_page(tmp_path, capsys):
     out = tmp_path / "docs" / "results.md"
     words = ["results", "--folder", str(tmp_path / "results"), "--out", str(out)]
     assert main(words) == 0
-    assert re.match(r"claims            1 confirmed, \d+ not run\nrows              1 of \d+ measured\n", said(capsys))
+    assert re.match(r"claims            1 confirmed, \d+ not run\nrows              2 of \d+ measured\n", said(capsys))
     assert "[98.12%](../results/mondeq/mnist-fc.result.json)" in out.read_text()
     assert main([*words, "--check"]) == 0
     assert said(capsys) == f"up to date        {out}\n"

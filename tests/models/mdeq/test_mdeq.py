@@ -302,9 +302,9 @@ def test_totals_of_the_paper_and_without_weight_normalisation():
 
 
 def test_groups_dropout_and_downsamplings_of_the_sizes():
-    assert [size.groups for size in SIZES.values()] == [4] * 2 + [8] * 11
-    assert [size.downsamplings for size in SIZES.values()] == [0] * 5 + [2] * 8
-    cifar, imagenet, cityscapes = [0.2, 0.25, 0.25, 0.3, 0.22], [0, 0.02, 0, 0, 0], [0.05, 0.03, 0.04]
+    assert [size.groups for size in SIZES.values()] == [4] * 3 + [8] * 11
+    assert [size.downsamplings for size in SIZES.values()] == [0] * 6 + [2] * 8
+    cifar, imagenet, cityscapes = [0.2, 0.25, 0.25, 0.25, 0.3, 0.22], [0, 0.02, 0, 0, 0], [0.05, 0.03, 0.04]
     assert [size.dropout for size in SIZES.values()] == cifar + imagenet + cityscapes
 
 
