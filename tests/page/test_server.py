@@ -137,11 +137,11 @@ def test_views_without_a_model_name_a_command(runs):
     with Server(runs[:1]).running() as served:
         visitor = Visitor(served)
         views = json.loads(visitor.request("GET", "/facts").text)["views"]
-        assert [name for name, view in views.items() if view["models"]] == ["draw"]
+        assert [name for name, view in views.items() if view["models"]] == ["draw", "restore", "generate"]  # shipped
         assert all("`equipoise page --run runs/" in view["missing"] for view in views.values())
-        answer = visitor.post("/restore/examples", {"model": "x", "seed": 0})
+        answer = visitor.post("/inside/examples", {"model": "x", "seed": 0})
         assert answer.status == 400
-        assert "equipoise train jiio/fashion-mnist" in json.loads(answer.text)["message"]
+        assert "equipoise train opteq/" in json.loads(answer.text)["message"]
 
 
 # Uploads
