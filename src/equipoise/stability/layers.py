@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from equipoise.options import require
 from equipoise.problem.scope import once_per_solve
-from equipoise.stability.norms import BlockSearch, conv2d_norm_bound, operator_norm_bound
+from equipoise.stability.norms import conv2d_norm_bound, frequency_grid, largest_block, operator_norm_bound
 
 WeightedLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -104,7 +104,7 @@ class SpectralNorm(nn.Module):
         self.layer, self.bound, self.always = layer, bound, always
         require(self, "bound", above=0)
         require(self, "always", kind=bool)
-        self.search = BlockSearch()
+        self.known: tuple[Tensor, tuple[int, int], Tensor] | None = None  # a kernel, a size, their largest block
 
     def weight(self, size: tuple[int, int] | None = None) -> Tensor:
         """Return the constrained weight; a convolution needs the ``size`` of its images."""
@@ -118,13 +118,25 @@ class SpectralNorm(nn.Module):
                 "torch.autocast."
             )
         with torch.autocast(raw.device.type, enabled=False):  # rounding in low precision would break the bound
-            if size is None:
-                norm = operator_norm_bound(raw)
-            else:  # the search takes most of the time
-                norm = conv2d_norm_bound(raw, size, angles=self.search.angles(raw, size))
+            norm = operator_norm_bound(raw) if size is None else conv2d_norm_bound(raw, size, angles=self.angles(size))
         if self.always:
             return raw * (self.bound / torch.where(norm == 0, 1.0, norm))
         return raw * (self.bound / norm.clamp(min=self.bound))
+
+    def angles(self, size: tuple[int, int]) -> Tensor:
+        """Return the angles of the largest block. The search takes most of the time; unchanged kernels skip it.
+
+        Kernels are compared by value, which costs little: a version counter would miss edits of ``.data``.
+        """
+        kernel = self.layer.weight
+        if self.known is not None:
+            before, known_size, angles = self.known
+            alike = before.device == kernel.device and before.dtype == kernel.dtype and known_size == size
+            if alike and torch.equal(before, kernel):
+                return angles
+        angles = largest_block(kernel, frequency_grid(kernel, size)[0])
+        self.known = (kernel.detach().clone(), size, angles)
+        return angles
 
     def forward(self, x: Tensor) -> Tensor:
         size = (x.shape[-2], x.shape[-1]) if isinstance(self.layer, nn.Conv2d) else None
