@@ -89,7 +89,7 @@ for update in range(UPDATES):
     schedule.step()
 
 # %%
-# At test time each puzzle of a held-out grid halts by its own residual. Breadth: of several random starts, the one
+# At test time each puzzle of a held-out grid halts by its own residual. Breadth: among several random starts, the one
 # with the lowest residual counts. No rule of Sudoku is checked.
 
 given, answers = puzzles(PUZZLES, grids[230:])

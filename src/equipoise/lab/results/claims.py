@@ -204,7 +204,7 @@ def plain_value(spec: ValueSpec, stored: Stored) -> Value:
 
 
 def row_value(spec: ValueSpec, stored: Stored) -> Value:
-    """Look up a row: of several budgets, the one with most epochs counts."""
+    """Look up a row; among results with several budgets, the one with the most epochs counts."""
     name, _, label = (part.strip() for part in spec.row.partition(": "))
     source = opened(name)
     if source is None or kind_of(source) is not TableSpec:

@@ -153,7 +153,7 @@ def new_density(run: Run, trained: Trained, model: Decoder, latents: int, folder
 
 
 def kept_density(run: Run, trained: Trained, model: Decoder, weights: str) -> LatentDensity | None:
-    """Return the density kept in the run's folder or shipped; None if there is none that belongs to these weights."""
+    """Return the density kept in the run's folder or shipped, or None if no density belongs to these weights."""
     for file in (run.folder / DENSITY.format(weights), *(() if run.file is None else (shipped_density(run.file),))):
         if file.exists():
             tensors, text = checkpoints.contents(file)
