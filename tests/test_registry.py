@@ -15,9 +15,9 @@ from equipoise.lab.data import DATA_SETS
 from equipoise.lab.recipes.build import GRADIENTS, OPTIMIZERS, SCHEDULES, SOLVERS, located
 from equipoise.lab.recipes.reading import Where
 from equipoise.lab.results.reproduce import figure_functions
-from equipoise.lab.trust import Trust
+from equipoise.lab.trust import Trust, look_in
 from equipoise.models import MODELS, create_model, list_models
-from equipoise.registry import MissingPackage, Registry, UnknownOption, call, look_in, parameters, unknown
+from equipoise.registry import MissingPackage, Registry, UnknownOption, call, parameters, unknown
 from equipoise.tasks import TASKS
 from equipoise.tasks.robustness import ATTACKS
 
@@ -398,3 +398,6 @@ def test_invalid_images_are_rejected(name, images, words):
     with pytest.raises((TypeError, ValueError)) as raised:
         model(images)
     assert words in str(raised.value)
+    gray = create_model(name, shape=(1, 16, 16), classes=3, **options)  # one mean for any number of channels
+    with pytest.raises(ValueError, match=r"images have shape \(2, 3, 16, 16\); it must be \(batch, 1, height, width\)"):
+        gray(torch.zeros(2, 3, 16, 16))

@@ -173,6 +173,7 @@ DISTRIBUTED = """
             (m(x[part]) - y[part]).square().mean().backward()
             optimizer.step()
     gap = max((a - b).abs().max().item() for a, b in zip(alone.parameters(), together.module.parameters()))
+    del m, together, optimizers  # its reducer must not outlive the group
     dist.destroy_process_group()
     print(f"rank {rank} gap {gap:.1e}")
     sys.exit(gap > 1e-9)

@@ -26,7 +26,7 @@ from equipoise.gradients import (
     ReversibleGradient,
     UnrolledGradient,
 )
-from equipoise.problem.hoist import hoist
+from equipoise.hoist import hoist
 from equipoise.problem.problem import ImpureFunctionWarning
 from equipoise.solution import ConvergenceError, ConvergenceWarning, Result, Solution, Statistics
 from equipoise.solvers import (

@@ -14,6 +14,7 @@ from equipoise.fixed_point import GRADIENT, SOLVER, TOLERANCE, fixed_point
 from equipoise.gradients import GradientRule
 from equipoise.options import require_number
 from equipoise.problem.captures import Substituted, named_sources, other_than
+from equipoise.problem.independence import NOT_A_FUNCTION
 from equipoise.problem.layout import leaves, rebuild, residual_at
 from equipoise.problem.problem import FunctionProblem
 from equipoise.solution import Result, Solution, tally
@@ -91,10 +92,7 @@ def diagnose(solution: Solution | Explained) -> Diagnosis:
         return Diagnosis(findings, samples)
     change = float(residual_at(again, image).max())
     if change > 100 * problem.rounding:
-        findings.append(
-            f"f is not a function of z: two evaluations at the same z differ by {change:.1e}. Look for dropout (use "
-            "equipoise.VariationalDropout), noise or changing state inside f."
-        )
+        findings.append(f"{NOT_A_FUNCTION} The difference is {change:.1e}.")
     if bool((residual_at(image, elsewhere) <= problem.rounding).all()):
         findings.append(
             "The solver does nothing: f does not depend on z at the samples examined, so its fixed point is one "

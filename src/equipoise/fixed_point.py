@@ -18,7 +18,7 @@ from equipoise.options import is_number
 from equipoise.problem.captures import named_sources, require_gradient_paths
 from equipoise.problem.independence import warn_of_sequence_first_layers
 from equipoise.problem.layout import leaves, rebuild
-from equipoise.problem.problem import FunctionProblem, autocast_state, require_function
+from equipoise.problem.problem import Count, FunctionProblem, autocast_state, require_function
 from equipoise.solution import Report, Solution
 from equipoise.solvers import Anderson, Picard, Progress, Solver
 from equipoise.solvers.base import iterate
@@ -27,12 +27,12 @@ from equipoise.tolerance import Tolerance
 
 SOLVER, TOLERANCE, GRADIENT = Anderson(), Tolerance(), ImplicitGradient()  # the defaults, everywhere
 ON_FAILURE = ("warn", "raise", "ignore")
-OBJECTS = {
+KINDS = {
     "solver": (Solver, "an object such as equipoise.Anderson(memory=5)"),
     "tolerance": (Tolerance, "an object such as equipoise.Tolerance(relative=1e-4)"),
     "gradient": (GradientRule, "an object such as equipoise.ImplicitGradient()"),
+    **dict.fromkeys(("compact", "coupled", "aux", "trace"), (bool, "True or False")),
 }
-KINDS = {**OBJECTS, **dict.fromkeys(("compact", "coupled", "aux", "trace"), (bool, "True or False"))}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Options:
             raise ValueError(f"keep is {self.keep!r}; it must be a tuple of steps, such as (4, 8, 12), of at least 1.")
         if self.callback is not None and not callable(self.callback):
             raise TypeError(f"callback is {self.callback!r}; it must be a function of one argument, a Progress.")
+        if self.callback is not None and self.gradient.decides_value:
+            raise ValueError(f"{type(self.gradient).__name__} runs no solver and calls no callback: omit callback.")
         if self.coupled and self.solver.needs:
             raise TypeError(
                 f"coupled=True solves the batch as one problem, and {type(self.solver).__name__} solves samples "
@@ -156,12 +158,19 @@ def watch_solves() -> Iterator[list[Solution]]:
         _watched.reset(token)
 
 
-def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Hide the solves inside the block from :func:`watch_solves`."""
     token = _watched.set(None)
     try:
-        solution = run(f, z0, inputs, options)
+        yield
     finally:
         _watched.reset(token)
+
+
+def watched_run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Options) -> Solution:
+    with unwatched():
+        solution = run(f, z0, inputs, options)
     collect(solution)
     return solution
 
@@ -195,6 +204,7 @@ def run(f: Callable[..., Any], z0: Any, inputs: tuple[Any, ...], options: Option
     report = Report(options.on_failure)
     watch = Watch(options.trace, options.callback, options.check_every, gradient.keeps_states, options.keep)
     if gradient.decides_value:
+        problem.count = Count()  # the evaluation at the start is not one of the steps
         rows, solved = gradient.run(problem, z, tolerance, watch, report)
     elif problem.needs_gradient:
         gradient.check(problem, solver)

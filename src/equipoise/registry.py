@@ -6,11 +6,9 @@ directly.
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from equipoise.options import UnknownOption as UnknownOption  # raised by check_options
@@ -94,12 +92,15 @@ class MissingPackage(ImportError):
     """Raised when a required package is not installed."""
 
 
+user_folders: list[str] = []  # folders on Python's path only for modules of users (see equipoise.lab.trust)
+
+
 def imported(name: str, kind: str, shown: str) -> Any:
     """Return the attribute ``Name`` of module ``module`` for a string ``"module:Name"``."""
     module_name, _, attribute = name.partition(":")
     missing = UnknownName(
         f"{kind} {shown!r}: there is no module {module_name!r}; looked in the folder of the recipe, the current folder "
-        f"and Python's path{''.join(f' ({folder})' for folder in _looked_in)}."
+        f"and Python's path{''.join(f' ({folder})' for folder in user_folders)}."
     )
     if not is_module_name(module_name):
         raise missing
@@ -114,25 +115,6 @@ def imported(name: str, kind: str, shown: str) -> Any:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UnknownName(f"module {module_name}: {unknown('attribute', attribute, names)}")
     return getattr(module, attribute)
-
-
-_looked_in: list[str] = []  # folders that are on Python's path only because of look_in
-
-
-def look_in(*folders: str | Path) -> None:
-    """Make modules in these folders importable by name, in this order, after everything that is installed.
-
-    Folders of an earlier call are removed together with their modules: two runs may each have a ``net.py``.
-    """
-    wanted = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
-    gone = {folder for folder in _looked_in if folder not in wanted}
-    for name, module in list(sys.modules.items()):
-        top = getattr(sys.modules.get(name.partition(".")[0], module), "__file__", None)
-        if top and str(Path(top).parent.parent if Path(top).name == "__init__.py" else Path(top).parent) in gone:
-            del sys.modules[name]
-    _looked_in[:] = [folder for folder in wanted if folder in _looked_in or folder not in sys.path]
-    sys.path[:] = [place for place in sys.path if place not in wanted and place not in gone] + wanted
-    importlib.invalidate_caches()  # a module may have been written a moment ago
 
 
 def parameters(make: Callable[..., Any]) -> tuple[set[str], set[str], bool]:

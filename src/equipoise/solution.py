@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import warnings
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, Self
@@ -210,29 +210,8 @@ TO_ROUNDING = (
 )
 
 
-BACKWARD_SETTINGS = "ImplicitGradient(solver=..., tolerance=...)"
-
-
 def tally(counts: dict[Result, int]) -> str:
     return ", ".join(f"{n} {result.name}" for result, n in counts.items())
-
-
-def failure_advice(
-    stats: Statistics, which: str, *, below_rounding: bool, settings: str = BACKWARD_SETTINGS
-) -> tuple[dict[Result, int], str]:
-    """Return the failures of a "forward" or "backward" solve, and a remedy."""
-    failures = stats.failures()
-    if not failures:
-        return {}, ""
-    kind = next(iter(failures))
-    advice = kind.message
-    if kind == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
-        advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
-    if kind in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
-        advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
-    if which == "backward":
-        advice += f" The backward solve has its own settings: {settings}."
-    return failures, advice
 
 
 @dataclass
@@ -240,15 +219,23 @@ class Report:
     """How a solve reports failures: by a warning or an error, and on its Solution while that is in use."""
 
     on_failure: str
-    solution: weakref.ref[Any] | None = None  # weak: its value holds the graph that holds this
-    settings: str = BACKWARD_SETTINGS  # options of the backward solve, for the advice
+    solution: Callable[[], Any] = lambda: None  # a weak reference: its value holds the graph that holds this
+    settings: str = "ImplicitGradient(solver=..., tolerance=...)"  # options of the backward solve, for the advice
     owner: str = "Solution"  # the object whose ``stats`` show the failures
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
-        failures, advice = failure_advice(stats, which, below_rounding=below_rounding, settings=self.settings)
+        failures = stats.failures()
         if not failures or self.on_failure == "ignore":
             return
+        kind = next(iter(failures))
+        advice = kind.message
+        if kind == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
+            advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
+        if kind in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
+            advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
+        if which == "backward":
+            advice += f" The backward solve has its own settings: {self.settings}."
         if self.on_failure == "raise":
             failed = ~stats.converged
             raise ConvergenceError(
@@ -257,8 +244,7 @@ class Report:
                 stats,
             )
         # Without numbers, so that Python shows it once per line of user code and kind of failure.
-        kind = next(iter(failures)).name
-        message = f"the {which} solve failed for some samples ({kind}; see {self.owner}.stats). {advice}"
+        message = f"the {which} solve failed for some samples ({kind.name}; see {self.owner}.stats). {advice}"
         warn_user(message, ConvergenceWarning)
 
 

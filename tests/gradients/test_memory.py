@@ -1,13 +1,11 @@
 """Memory of a solve and its implicit gradient does not grow with the steps."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import equipoise as eq
+from peak_memory import peak_memory
 
 SOLVERS = [
     eq.Picard(),
@@ -30,22 +28,18 @@ class Shift(nn.Module):
 
 
 def peak(solver, gradient, steps, path):
-    """Bytes, from torch's own record of every allocation."""
     f, x = Shift(1024), torch.randn(16, 1024)
     tolerance = eq.Tolerance(1e-7, max_steps=steps, patience=None)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def run():
         sol = eq.fixed_point(
             f, torch.zeros(1, 1024), x, solver=solver, tolerance=tolerance, gradient=gradient, on_failure="ignore"
         )
         sol.value.square().sum().backward()
-    assert int(sol.stats.steps.max()) == int(sol.backward.steps.max()) == steps
-    profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
-    return most
+        assert int(sol.stats.steps.max()) == int(sol.backward.steps.max()) == steps
+        return sol
+
+    return peak_memory(run, path)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)

@@ -8,7 +8,6 @@ import copy
 import gc
 import io
 import itertools
-import json
 import pickle
 import re
 
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import equipoise as eq
@@ -28,7 +26,9 @@ from equipoise import operators as ops
 from equipoise.operators import linear
 from equipoise.operators.linear import Factorisation
 from equipoise.operators.spectrum import images, real, spectrum
-from equipoise.problem.layout import is_zero, row_distances
+from equipoise.operators.splitting import is_zero
+from equipoise.problem.layout import row_distances
+from peak_memory import peak_memory
 
 SIZES = [
     (1, None),
@@ -785,19 +785,6 @@ def test_the_estimate_is_near_the_memory_that_is_taken(make, recorded, tmp_path,
     words = re.search(r"needs ([\d.]+) GB to compute a test", str(error.value))
     needed = 1e9 * float(words[1])
     assert 0.7 * taken <= needed <= 1.6 * taken, (needed, taken)
-
-
-def peak_memory(run, path):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
-    assert kept is not None
-    profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
-    return most
 
 
 def test_what_does_not_fit_is_rejected_before_it_is_computed(monkeypatch):

@@ -76,5 +76,7 @@ def test_errors():
         eq.fixed_point(lambda z, x: (z, 1, 2), z0, x, aux=True)
     with pytest.raises(ValueError, match=r"If f returns \(z, aux\), set aux=True"):
         eq.fixed_point(lambda z, x: (0.5 * z, x), z0, x)
+    with pytest.raises(TypeError, match=r"f\(z\)\[1\] is a dict.*If f returns \(z, aux\), set aux=True"):
+        eq.fixed_point(lambda z, x: (0.5 * z, {"x": x}), z0, x)
     with pytest.raises(TypeError, match="aux is 1; it must be True or False"):
         eq.fixed_point(lambda z, x: (0.5 * z, x), z0, x, aux=1)

@@ -17,6 +17,7 @@ ACCELERATED = {
     "anderson-restart": eq.Anderson(restart=2.0),
     "anderson-ridge": eq.Anderson(ridge=1e-10),
     "anderson-memory-2": eq.Anderson(memory=2),
+    "anderson-bfloat16": eq.Anderson(history="bfloat16"),
     "anderson-type-1": eq.Anderson(kind=1),
     "anderson-type-1-mixing": eq.Anderson(kind=1, mixing=0.6),
     "anderson-type-1-restart": eq.Anderson(kind=1, restart=2.0),

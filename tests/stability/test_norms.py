@@ -73,8 +73,19 @@ def test_the_largest_block_is_found_without_bounding_them_all(shape, cached, mon
         blocks = torch.fft.rfft2(kernel, s=grid).permute(2, 3, 0, 1).flatten(0, 1)
         found = norms.block(kernel, norms.largest_block(kernel, grid, 6))
         torch.testing.assert_close(operator_norm_bound(found, 6), operator_norm_bound(blocks, 6).max())
+        truth = norms_of_blocks(kernel, grid).max()
+        assert truth <= operator_norm_bound(found, 6) * (1 + 1e-12)
     zero = torch.zeros(shape)
     assert operator_norm_bound(norms.block(zero, norms.largest_block(zero, grid, 6))) == 0
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 3, 3), (3, 7, 5, 3), (4, 4, 1, 1), (2, 3, 1, 3), (3, 3, 4, 1)])
+def test_the_series_of_gram_matrices(shape):
+    grid, kernel = (9, 8), torch.randn(shape, dtype=torch.float64)
+    blocks = torch.fft.rfft2(kernel, s=grid).permute(2, 3, 0, 1).flatten(0, 1)
+    even, odd, cos, sin = norms.gram_series(kernel.permute(2, 3, 0, 1), norms.tap_angles(kernel, grid))
+    grams = torch.complex(cos @ even, sin @ odd).view(-1, shape[1], shape[1])
+    torch.testing.assert_close(grams, blocks.mH @ blocks)
 
 
 @settings(deadline=None, max_examples=60)

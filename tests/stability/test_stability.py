@@ -11,6 +11,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.stability import layers as stability
+from equipoise.stability import norms
 
 
 def dense_jacobians(f, z):
@@ -293,6 +294,25 @@ def test_a_norm_found_before_is_differentiated_as_one_found_now(monkeypatch):
     (before,) = torch.autograd.grad(conv(x).square().sum(), conv.layer.weight)
     torch.testing.assert_close(before, now, rtol=0, atol=0)
     assert not seen
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 3, 3), (5, 3, 3, 3)])
+def test_the_norm_stays_bounded_after_every_step_of_an_optimizer(shape, monkeypatch):
+    monkeypatch.setattr(norms, "CACHED", 100)  # a few frequencies at a time: most have a proof, and no bound
+    torch.manual_seed(0)
+    conv = eq.SpectralNorm(nn.Conv2d(shape[1], shape[0], 3, padding=1, bias=False), bound=0.9)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.3, momentum=0.9)
+    x, target = torch.randn(8, shape[1], 6, 5), 3 * torch.randn(8, shape[0], 6, 5)
+    units = torch.eye(shape[1] * 30).view(-1, shape[1], 6, 5)
+    truths = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        (conv(x) - target).square().sum(dim=(1, 2, 3)).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            truths.append(torch.linalg.matrix_norm(conv(units).flatten(1).double(), 2).item())
+    assert max(truths) <= 0.9
+    assert min(truths) > 0.75  # the operator on zero-padded images is a restriction of the circular one
 
 
 # Options

@@ -240,8 +240,7 @@ class Adjoint:
     def solve(self, system: Problem, guess: Tensor) -> Tensor:
         """Return the solution of an adjoint system, and report it."""
         solved = solve(system, guess, system(guess), self.solver, self.tolerance)
-        solution = self.report.solution() if self.report.solution is not None else None
-        if solution is not None:
+        if (solution := self.report.solution()) is not None:
             stats, adjoint = solved.stats, solved.z
             if len(self.rows) < self.batch:
                 stats = stats.spread(self.rows, self.batch)

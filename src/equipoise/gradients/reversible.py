@@ -8,7 +8,6 @@ Solved for the old states, the same equations lead back: z = (z' - B f(y')) / (1
 The backward pass rebuilds every state in this way and differentiates the step at it.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from equipoise.gradients.base import GradientRule
 from equipoise.gradients.implicit import Record, gradients, recorded
+from equipoise.gradients.steps import outcome
 from equipoise.options import option, options
 from equipoise.problem.captures import captured_tensors, require_gradient_paths
 from equipoise.problem.layout import residual_at, row_norms, select
-from equipoise.problem.problem import Count, FunctionProblem
+from equipoise.problem.problem import FunctionProblem
 from equipoise.solution import Report, Result, Statistics
-from equipoise.solvers.loop import Solved, Watch, solve
-from equipoise.solvers.picard import Picard
+from equipoise.solvers.loop import Solved, Watch
 from equipoise.tolerance import Tolerance
 
 
@@ -55,10 +54,7 @@ class ReversibleGradient(GradientRule):
     def run(
         self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch, report: Report
     ) -> tuple[Tensor, Solved]:
-        if watch.callback is not None:
-            raise ValueError("ReversibleGradient runs no solver and calls no callback: omit callback.")
         report.settings = "ReversibleGradient(steps=..., damping=..., drift=...)"
-        problem.count = Count()  # the evaluation at the start is not one of the steps
         iteration = Reversible(problem, self, watch, report)
         with torch.no_grad():
             rows, *kept = results = iteration.forward(z.detach())
@@ -72,11 +68,8 @@ class ReversibleGradient(GradientRule):
             rows, *kept = _Reverse.apply(iteration, results, z, *problem.sources, *captured)
         else:
             image = problem(rows)
-        once = dataclasses.replace(tolerance, max_steps=1)
-        solved = solve(problem, rows.detach(), image, Picard(), once)  # only measures the residual
-        solved.stats.steps, solved.kept = solved.stats.steps + self.steps, kept
-        if watch.trace:
-            solved.stats.trace = torch.stack([*iteration.residuals, solved.stats.residual])
+        solved = outcome(problem, rows, image, self.steps, tolerance, iteration.residuals)
+        solved.kept = kept
         return rows, solved
 
 
@@ -112,12 +105,15 @@ class Reversible:
         finite = torch.isfinite(y + z).all(dim=1)
         rows = finite.nonzero().squeeze(1)
         if narrow := problem.gatherable and len(rows) < len(finite):  # a NaN would spoil sums over samples
-            problem, start, y, z = problem.take(rows), *(select(each, rows) for each in (start, y, z))
+            with torch.enable_grad():  # the inputs of the other samples keep their path to the sources
+                problem = problem.take(rows)
+            start, y, z = (select(each, rows) for each in (start, y, z))
             cotangents = [each if each is None else select(each, rows) for each in cotangents]
         stands = finite[rows] if narrow else finite
         first, size = start.to(z.dtype), torch.maximum(row_norms(z), row_norms(start)).clamp_min(SMALLEST)
         totals = [torch.zeros_like(source) for source in self.sources]
         steps = [self.steps + 1, *(min(step, self.steps + 1) for step in self.watch.keep)]
+        given = [(step, each) for step, each in zip(steps, cotangents, strict=True) if each is not None]
         towards_y, towards_z = torch.zeros_like(start), torch.zeros_like(start)
 
         def pull(state: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,18 +127,14 @@ class Reversible:
             return pulled, image.detach()
 
         for k in range(self.steps, 0, -1):
-            for step, cotangent in zip(steps, cotangents, strict=True):
-                if step == k + 1 and cotangent is not None:
-                    towards_z = towards_z + cotangent
+            towards_z = sum((each for step, each in given if step == k + 1), towards_z)
             pulled, image = pull(y, towards_z)
             z = (z - (1 - self.damping) * image) / self.damping
             towards_y, towards_z = towards_y + pulled, self.damping * towards_z
             pulled, image = pull(z, towards_y)
             y = (y - (1 - self.damping) * image) / self.damping
             towards_y, towards_z = self.damping * towards_y, towards_z + pulled
-        for step, cotangent in zip(steps, cotangents, strict=True):
-            if step == 1 and cotangent is not None:
-                towards_z = towards_z + cotangent
+        towards_z = sum((each for step, each in given if step == 1), towards_z)
         gradient = torch.where(stands[:, None], towards_y + towards_z, 0.0)
         drift = torch.maximum(row_norms(y - first), row_norms(z - first)) / size
         drift = torch.where(stands, drift, torch.inf)
@@ -159,7 +151,7 @@ class Reversible:
         calls = 4 * self.steps  # two evaluations of f and two products a step
         stats = Statistics(result, torch.full_like(result, self.steps), drift, calls, calls * self.problem.samples)
         stats = stats.expand(self.problem.samples) if self.problem.coupled else stats
-        if self.report.solution is not None and (solution := self.report.solution()) is not None:
+        if (solution := self.report.solution()) is not None:
             solution.backward = stats
         if not bool(stats.converged.all()):
             self.report.failure(stats, "backward", below_rounding=False)

@@ -12,7 +12,7 @@ from equipoise.gradients.implicit import check_record, on_finite_samples, record
 from equipoise.options import option, options
 from equipoise.problem.captures import require_gradient_paths
 from equipoise.problem.layout import residual_at
-from equipoise.problem.problem import Count, FunctionProblem
+from equipoise.problem.problem import FunctionProblem
 from equipoise.solution import Report
 from equipoise.solvers.loop import Solved, Watch, solve
 from equipoise.solvers.picard import Picard
@@ -91,10 +91,7 @@ class UnrolledGradient(GradientRule):
     def run(
         self, problem: FunctionProblem, z: Tensor, tolerance: Tolerance, watch: Watch, report: Report
     ) -> tuple[Tensor, Solved]:
-        if watch.callback is not None:
-            raise ValueError("UnrolledGradient runs no solver and calls no callback: omit callback.")
-        problem.count = Count()  # the evaluation at the start is not one of the steps
-        residuals = []
+        residuals: list[Tensor] = []
         states = {}
         for k in range(self.steps):
             if k + 1 in watch.keep:
@@ -107,10 +104,17 @@ class UnrolledGradient(GradientRule):
             z = image
         with torch.no_grad():
             image = problem(z.detach())
-        once = dataclasses.replace(tolerance, max_steps=1)
-        solved = solve(problem, z.detach(), image, Picard(), once)  # only measures the residual
-        solved.stats.steps = solved.stats.steps + self.steps
+        solved = outcome(problem, z, image, self.steps, tolerance, residuals)
         solved.kept = [states.get(step, z) for step in watch.keep]
-        if watch.trace:
-            solved.stats.trace = torch.stack([*residuals, solved.stats.residual])
         return z, solved
+
+
+def outcome(
+    problem: FunctionProblem, z: Tensor, image: Tensor, steps: int, tolerance: Tolerance, residuals: list[Tensor]
+) -> Solved:
+    """Return the outcome of ``steps`` steps that led to ``z``, with the ``residuals`` traced on the way."""
+    once = dataclasses.replace(tolerance, max_steps=1)
+    solved = solve(problem, z.detach(), image, Picard(), once)  # only measures the residual
+    solved.stats.steps = solved.stats.steps + steps
+    solved.stats.trace = torch.stack([*residuals, solved.stats.residual]) if residuals else None
+    return solved

@@ -1,7 +1,7 @@
 """Safeguarded Anderson acceleration of a contraction: a point is kept only if its gap decreases.
 
 The safeguard follows A. Zhang, B. O'Donoghue, S. Boyd, "Globally convergent type-I Anderson acceleration for nonsmooth
-fixed-point iterations" (2020); differences are combined as in :class:`Anderson` of type II.
+fixed-point iterations" (2020); differences are combined as in :class:`~equipoise.solvers.anderson.Anderson` of type II.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise.problem.layout import row_norms, select
-from equipoise.solvers.anderson import Anderson
+from equipoise.solvers.base import extrapolation_weights
 
 ENOUGH = 0.99  # an accelerated point is kept if its gap is below this fraction of the last one kept
 
@@ -51,7 +51,7 @@ class Acceleration:
         gram = torch.stack([torch.stack([(a * b).sum(dim=1) for b in self.gaps], 1) for a in self.gaps], 1)
         current = self.image - self.u
         right = torch.stack([(a * current).sum(dim=1) for a in self.gaps], 1)
-        weights = Anderson().weights(gram, right) * keep[:, None]
+        weights = extrapolation_weights(gram, right, None) * keep[:, None]
         point = self.image.clone()
         for j, move in enumerate(self.moves):
             point -= weights[:, j : j + 1] * move

@@ -156,11 +156,13 @@ def captured_tensors(image: Tensor, known: Sequence[Tensor], visible: Sequence[T
 _checked_graphs: WeakSet[Any] = WeakSet()  # compiled graphs in which nothing is cut off
 
 
-def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tensor) -> None:
+def require_gradient_paths(
+    problem: FunctionProblem, rows: Tensor, record: Tensor, sources: Sequence[tuple[str, Tensor]] | None = None
+) -> None:
     """Raise if f at ``rows``, with image ``record``, depends on a tensor that no gradient would reach.
 
-    If ``rows`` is a leaf that requires a gradient, the state is checked as well: a z that is cut off inside f would
-    make its Jacobian look like zero.
+    Checked are the named ``sources``, or all that f visibly has. If ``rows`` is a leaf that requires a gradient, so is
+    the state: a z that is cut off inside f would make its Jacobian look like zero.
     """
     compiled = set()
     if COMPILER in sys.modules:
@@ -168,21 +170,22 @@ def require_gradient_paths(problem: FunctionProblem, rows: Tensor, record: Tenso
     if compiled:  # a compiled graph shows a path to all its inputs, including those cut off inside it
         with torch.enable_grad(), eagerly():
             record = problem(rows)
-    missing: list[tuple[str, Tensor | slice]] = [*unreachable(record, list(named_sources(problem)))]
+    sources = list(named_sources(problem)) if sources is None else list(sources)
+    missing: list[tuple[str, Tensor | slice]] = [*unreachable(record, sources)]
     if rows.is_leaf and rows.requires_grad:
         missing += unreachable_state(problem, rows, record)
     if missing:
         with torch.no_grad():
             image = problem.uncompiled()(rows)
         everything = [part for _, part in missing]
-        # An f that changes by itself is another fault, and reported as such.
+        # An f that changes from call to call is a different fault, reported as such.
         if changes(problem, rows, image, everything) and not changes(problem, rows, image, []):
             for name, part in missing:
                 if changes(problem, rows, image, [part]):
                     raise RuntimeError(
-                        f"{name} requires a gradient and f depends on it, but no gradient can reach it: look for "
-                        "detach(), no_grad(), .data, .item() or numpy in f. If it is meant to be constant, pass it "
-                        "detached or set requires_grad=False."
+                        f"{name} requires a gradient and {problem.called} depends on it, but no gradient can reach it: "
+                        f"look for detach(), no_grad(), .data, .item() or numpy in {problem.called}. If it is meant to "
+                        "be constant, pass it detached or set requires_grad=False."
                     )
     _checked_graphs.update(compiled)
 

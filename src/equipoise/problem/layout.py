@@ -20,6 +20,8 @@ def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
     if isinstance(tree, tuple | list):
         return [leaf for i, part in enumerate(tree) for leaf in leaves(part, f"{name}[{i}]")]
     remedy = "Anything without a batch dimension belongs in f."
+    if name.startswith("f(z)["):
+        remedy = "If f returns (z, aux), set aux=True, or pass a function that returns z alone."
     if tree is None and name.startswith("inputs"):
         remedy = (
             "Omit an optional input and give it a default in f, f(z, x, mask=None), or pass a neutral one, such as a "
@@ -61,17 +63,6 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 def inverse(permutation: Sequence[int]) -> list[int]:
     return sorted(range(len(permutation)), key=permutation.__getitem__)
-
-
-def is_zero(tensor: Tensor) -> bool:
-    """Return whether every entry is 0; three times faster than any()."""
-    stored = tensor.permute(memory_order(tensor))
-    return not stored.numel() or all(end == 0 for end in torch.stack(stored.aminmax()).tolist())
-
-
-def is_channels_last(images: Tensor) -> bool:
-    """Return whether images are in channels-last order, and not contiguous at the same time."""
-    return images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
 
 
 def select(tensor: Tensor, rows: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ class DerivedProblem(Problem):
 class FunctionProblem(Problem):
     """``f(z, *inputs)`` on rows, created by :meth:`start`. A coupled problem has one row, the states of all samples."""
 
+    called: ClassVar[str] = "f"  # the name of f in messages
+
     def __init__(
         self, f: Callable[..., Any], z0: Any, inputs: Sequence[Any], batch: int, coupled: bool, aux: bool = False
     ):
@@ -257,7 +259,8 @@ class FunctionProblem(Problem):
             raise
         if any(version(tensor) != before for tensor, before in given):
             raise RuntimeError(
-                "f modifies z or an input in place (a function such as relu_, or z += ...): return a new tensor."
+                f"{self.called} modifies z or an input in place (a function such as relu_, or z += ...): return a new "
+                "tensor."
             )
         return image
 
@@ -443,7 +446,7 @@ def autocast_state(device_type: str) -> dict[str, Any] | None:
     return {"dtype": torch.get_autocast_dtype(device_type), "cache_enabled": torch.is_autocast_cache_enabled()}
 
 
-def inspect_layers(f: Any) -> tuple[bool, str | None]:
+def inspect_layers(f: Any, called: str = "f") -> tuple[bool, str | None]:
     """Warn about layers that tie samples together (BatchNorm in training mode) or draw a mask at every call (dropout).
 
     Returns whether there are any, and a layer that takes the first dimension for a sequence.
@@ -455,13 +458,13 @@ def inspect_layers(f: Any) -> tuple[bool, str | None]:
         if not module.training:
             continue
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            remedy = "its samples depend on each other; use GroupNorm or LayerNorm, or put it outside f"
+            remedy = f"its samples depend on each other; use GroupNorm or LayerNorm, or put it outside {called}"
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             remedy = "it draws a new mask at every call; use equipoise.VariationalDropout"
         else:
             continue
         warn_user(
-            f"f is not a function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
+            f"{called} is not a function of z: {name} is a {type(module).__name__} in training mode: {remedy}.",
             ImpureFunctionWarning,
         )
         warned = True

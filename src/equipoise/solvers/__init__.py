@@ -7,13 +7,4 @@ from equipoise.solvers.krylov import GMRES, BiCGStab
 from equipoise.solvers.newton import NewtonKrylov
 from equipoise.solvers.picard import Picard
 
-__all__ = [
-    "GMRES",
-    "Anderson",
-    "BiCGStab",
-    "Broyden",
-    "NewtonKrylov",
-    "Picard",
-    "Progress",
-    "Solver",
-]
+__all__ = ["GMRES", "Anderson", "BiCGStab", "Broyden", "NewtonKrylov", "Picard", "Progress", "Solver"]

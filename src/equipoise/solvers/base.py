@@ -146,3 +146,14 @@ def backtrack(problem: Problem, state: GapState, direction: Tensor, halvings: in
         retry = problem(z)
         image, gap = torch.where(worse, retry, image), torch.where(worse, retry - z, gap)
     return z, image, gap
+
+
+def extrapolation_weights(gram: Tensor, right: Tensor, ridge: float | None) -> Tensor:
+    """Return the weights of Anderson's differences, zeros (the plain step) where the system is singular."""
+    ridge = 100 * torch.finfo(gram.dtype).eps if ridge is None else ridge
+    system = gram.clone()
+    diagonal = system.diagonal(dim1=1, dim2=2)
+    # A ridge on the matrix scaled to unit diagonal multiplies the diagonal. A zero difference has no effect.
+    diagonal.mul_(1 + ridge).add_(diagonal == 0)
+    solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
+    return solution[:, :, 0].masked_fill_((failed != 0)[:, None], 0.0)

@@ -56,31 +56,30 @@ class Broyden(Solver):
         left, right, weights = state.left[:, :filled], state.right[:, :filled], state.weights
         moved = z - state.z
 
-        product = -state.direction  # H g_old, then without the updates that are about to be overwritten
+        before = state.direction  # -H g_old, then without the updates that are about to be overwritten
         if self.when_full == "restart" and slot == 0:
-            product = -state.gap
+            before = state.gap
         elif filled == self.memory:
-            product = torch.addcmul(product, left[:, slot], weights[:, slot, None], value=-1)
+            before = torch.addcmul(before, left[:, slot], weights[:, slot, None])
             left[:, slot].zero_()
             right[:, slot].zero_()
-        new_product = -gap  # H g_new
-        turned = -moved  # H^T s
+        direction = gap  # -H g_new
+        turned = moved  # -H^T s
         weights = weights.clone()
         if filled:
             along = (gap[:, None] @ right.mT)[:, 0]
             weights[:, :filled] = along
-            new_product = torch.baddbmm(new_product[:, None], along[:, None], left)[:, 0]
-            turned = torch.baddbmm(turned[:, None], moved[:, None] @ left.mT, right)[:, 0]
+            direction = torch.baddbmm(gap[:, None], along[:, None], left, alpha=-1)[:, 0]
+            turned = torch.baddbmm(moved[:, None], moved[:, None] @ left.mT, right, alpha=-1)[:, 0]
 
-        change = gap - state.gap
-        scale = (turned * change).sum(dim=1, keepdim=True)  # s^T H y
+        scale = (turned * (gap - state.gap)).sum(dim=1, keepdim=True)  # -s^T H y
         inverse = torch.where(scale == 0, 0.0, 1 / scale)  # a step without information leaves H unchanged
-        update = (moved - (new_product - product)) * inverse
-        state.left[:, slot] = update
+        update = torch.sub(direction, before).add_(moved)
+        update = torch.mul(update, inverse, out=state.left[:, slot])
         state.right[:, slot] = turned
         weight = (turned * gap).sum(dim=1, keepdim=True)
         weights[:, slot] = weight[:, 0]
-        direction = -torch.addcmul(new_product, update, weight)
+        direction = torch.addcmul(direction, update, weight, value=-1)
         return BroydenState(z, image, gap, state.left, state.right, weights, direction, state.seen + 1)
 
     def filled(self, state: BroydenState, *, after: bool = False) -> int:

@@ -63,6 +63,9 @@ class Ledger:
     def record(self, step: int, z: Tensor, companion: Tensor | None, state: State) -> tuple[Tensor, int]:
         """Enter one evaluation, at z; return residuals and the number of active samples, with one synchronisation."""
         gap, scale = state.norms()
+        if (preferred := state.preferred()) is not None:  # such a state measures itself, exactly
+            residual = self.settle(step, gap, scale, z, companion, preferred)
+            return residual, len(residual) - self.finished
         residual = gap / scale
         # The tolerance is met, or squares may have underflowed.
         near = gap <= torch.add(self.allowance, scale, alpha=self.tolerance.relative)
@@ -72,29 +75,21 @@ class Ledger:
             active = self.result == ACTIVE
             progress &= active
             uneventful |= ~active
-        preferred = state.preferred()
-        if preferred is None and step < self.tolerance.max_steps and bool(uneventful.all()):
-            # The common case, progress everywhere and no sample finished, is short: cheap functions notice it.
+        if step < self.tolerance.max_steps and bool(uneventful.all()):
+            # The common case, progress everywhere and no sample finished, is detected and handled cheaply.
             self.improve(progress, residual, z, companion, everywhere=not self.finished)
             self.advance(progress, residual, step, everywhere=not self.finished)
         else:
             if not squares_fit(gap, scale):
                 gap, scale = state.scaled_norms()
-            residual = relative_residual(gap, scale)
-            self.settle(step, gap, scale, residual, z, companion, preferred)
+            residual = self.settle(step, gap, scale, z, companion, preferred)
         return residual, len(residual) - self.finished
 
     def settle(
-        self,
-        step: int,
-        gap: Tensor,
-        scale: Tensor,
-        residual: Tensor,
-        z: Tensor,
-        companion: Tensor | None,
-        preferred: Tensor | None,
-    ) -> None:
-        """Determine which samples have finished, and how."""
+        self, step: int, gap: Tensor, scale: Tensor, z: Tensor, companion: Tensor | None, preferred: Tensor | None
+    ) -> Tensor:
+        """Determine which samples have finished, and how; return the residuals."""
+        residual = relative_residual(gap, scale)
         patience, last = self.tolerance.patience, step >= self.tolerance.max_steps
         active = self.result == ACTIVE
         usable = active & torch.isfinite(gap + scale)
@@ -122,6 +117,7 @@ class Ledger:
         improved, self.finished = torch.stack([better, result != ACTIVE]).sum(dim=1).tolist()
         if improved:
             self.improve(better, residual, z, companion, everywhere=improved == len(better))
+        return residual
 
     def improve(
         self, where: Tensor, residual: Tensor, z: Tensor, companion: Tensor | None, *, everywhere: bool

@@ -193,3 +193,15 @@ def test_images_of_another_size_are_rejected():
     for model in (ConvAE, ConvVAE):
         with pytest.raises(ValueError, match=r"images have shape \(1, 16, 16\); this model was made for \(1, 12, 12\)"):
             model((1, 12, 12), **TINY)(images_of(2, (1, 16, 16)))
+
+
+@pytest.mark.parametrize("name", ["conv-ae", "conv-vae", "mdeq-ae", "mdeq-vae"])
+def test_images_of_another_type_are_rejected(name):
+    """Bytes would wrap around where they are moved to [0, 1]."""
+    model = eq.create_model(name, shape=(1, 16, 16), size="small")
+    with pytest.raises(TypeError, match=r"images are torch.uint8; they must be numbers in \[-1, 1\]"):
+        model(torch.zeros(2, 1, 16, 16, dtype=torch.uint8))
+    with pytest.raises(TypeError, match=r"images are torch.float64, and the model is torch.float32"):
+        model(torch.zeros(2, 1, 16, 16, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"latents are torch.float64, and the model is torch.float32"):
+        model.decoder(torch.zeros(2, model.latent, dtype=torch.float64))

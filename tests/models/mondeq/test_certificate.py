@@ -14,6 +14,7 @@ from equipoise.models.conv_equilibrium import ConvEquilibrium
 from equipoise.models.mondeq.certificate import Certificate, Certifier, contraction, injection_norm, readings
 from equipoise.models.mondeq.model import MonDEQ
 from equipoise.tasks.robustness import class_gap, lengths
+from training_helpers import train_here
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # foolbox imports names that scipy would rather it did not
@@ -392,10 +393,7 @@ epochs = 2
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certified")
-    (folder / "digits.toml").write_text(RECIPE)
-    assert main(["train", str(folder / "digits.toml"), "--runs", str(folder), "--threads", "1"]) == 0
-    return folder / "digits-001"
+    return train_here(tmp_path_factory.mktemp("certified"), "digits", RECIPE)
 
 
 def test_evaluate_certify_end_to_end(run, tmp_path, capsys):

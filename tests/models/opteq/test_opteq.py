@@ -1473,7 +1473,7 @@ def test_images_of_another_size_are_refused(side):
 
 def test_images_of_other_channels_and_other_precision_are_refused():
     model = model_of()
-    with pytest.raises(ValueError, match=r"images have shape \(3, 8, 8\); this model was made for \(2, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"images have shape \(1, 3, 8, 8\); it must be \(batch, 2, height, width\)"):
         model(pictures(1, channels=3))
     with pytest.raises(TypeError, match=r"images are torch.float64, and the model is torch.float32: images.to\("):
         model.float()(pictures(1))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from equipoise.models.baselines.resnet import BasicBlock, initialise
 from equipoise.models.mdeq.heads import EXPANSION, Bottleneck, ClassificationHead
-from equipoise.models.parts.images import MEAN, STD, conv_norm_relu, normalize_for, stem
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier, conv_norm_relu, stem
 from equipoise.models.parts.keyword_options import accepts, numbers_of, require_counts, sized
 from equipoise.options import options, require
 
@@ -107,13 +107,11 @@ class Stage(nn.Module):
         return self.exchange([branch(part) for branch, part in zip(self.branches, z, strict=True)])
 
 
-class HRNet(nn.Module):
+class HRNet(ImageClassifier):
     """Map images in [0, 1] to logits: stem, a bottleneck, stages that each add a branch, MDEQ's head (affine norms).
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         size: key of ``SIZES``.
         numbers: fields of :class:`HRNetSize` that replace those of the size.
 
@@ -133,8 +131,7 @@ class HRNet(nn.Module):
         size: str = "w18-small-13m",
         **numbers: Any,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
+        super().__init__(shape, classes, mean, std)
         self.size = sized(SIZES, size, "HRNet", numbers)
         channels, first = self.size.channels, EXPANSION * self.size.bottleneck
         self.stem = nn.Sequential(
@@ -152,7 +149,7 @@ class HRNet(nn.Module):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.normalize(images)
+        x = self.normalized(images)
         if any(n % self.size.divisor for n in images.shape[2:]):
             raise ValueError(
                 f"images of {images.shape[2]} x {images.shape[3]} do not fit this model: height and width must be "

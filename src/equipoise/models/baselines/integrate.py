@@ -35,9 +35,9 @@ class ODESolver:
 
 
 def integrate(f: nn.Module, y0: Tensor, solver: ODESolver, on_failure: str = "warn") -> Solution:
-    """Return y(1) for y(0) = y0 and dy/dt = f(t, y), differentiable in y0 and the parameters of f.
+    """Return y(1) for y(0) = y0 and dy/dt = f(t, y), differentiable with respect to y0 and the parameters of f.
 
-    The step size is chosen for the batch as a whole, so all samples share one result. ``steps`` and ``evaluations``
+    The step size is chosen for the whole batch, so all samples share one result. ``steps`` and ``evaluations``
     both count evaluations of f, forward and, with the adjoint method, backward. ``residual`` is the tolerance, which
     bounds the estimated error of every step.
 
@@ -87,7 +87,7 @@ class Integration:
         odeint, odeint_adjoint = import_torchdiffeq()
         times = torch.tensor([0.0, 1.0], dtype=y0.dtype, device=y0.device)
         steps = {"max_num_steps": self.solver.max_steps}
-        # The last step ends at t = 1 (backward: at 0): to interpolate within it would be less accurate than the step.
+        # The last step ends at t = 1 (backward: at 0): interpolating within a longer one would be less accurate.
         settings: dict[str, Any] = {"options": {**steps, "step_t": times[1:]}, "method": self.solver.method}
         settings |= {"rtol": self.solver.tolerance, "atol": self.solver.tolerance}
         if torch.is_grad_enabled() and self.solver.adjoint:
@@ -99,7 +99,7 @@ class Integration:
         return odeint(self, y0, times, **settings)[1]
 
     def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what an integration computes, or None, and remember why, if torchdiffeq gives it up."""
+        """Return what an integration computes; if torchdiffeq gives up, return None and remember why."""
         self.evaluations, self.result = 0, Result.CONVERGED
         try:
             return compute(*arguments)
@@ -114,7 +114,7 @@ class Integration:
             return None
 
     def pull_back(self, value: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor] | None:
-        """Return the gradient of y(1) in the inputs, or None, and report the backward integration."""
+        """Return the gradient of y(1) with respect to the inputs, or None; report the backward integration."""
         found = self.attempt(lambda: torch.autograd.grad(value, inputs, cotangent, retain_graph=True))
         stats = self.statistics()
         if self.solution is not None and (solution := self.solution()) is not None:

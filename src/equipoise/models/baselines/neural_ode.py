@@ -11,14 +11,13 @@ of 1M, whose filters no paper states, have the same architecture with more filte
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.models.baselines.integrate import ODESolver, integrate
-from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier
 from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, sized
 from equipoise.options import options, require
 
@@ -75,15 +74,13 @@ class VectorField(nn.Module):
         return torch.cat([t.to(z.dtype).expand(len(z), 1, *z.shape[2:]), z], dim=1)
 
 
-class NeuralODE(nn.Module):
+class NeuralODE(ImageClassifier):
     """Map images in [0, 1] to logits: the image, with channels of zeros, flows from t = 0 to 1; a linear map reads it.
 
     Its evaluations of the vector field are counted as those of a solve: :func:`equipoise.watch_solves` collects them.
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         size: key of ``SIZES``.
         options: numbers that replace those of the size, see :class:`FieldSize`, and options of
             :class:`~equipoise.models.baselines.integrate.ODESolver`.
@@ -93,6 +90,8 @@ class NeuralODE(nn.Module):
         >>> sum(p.numel() for p in model.parameters())
         84816
     """
+
+    one_shape = "its head reads every pixel"
 
     @accepts(*numbers_of(FieldSize), *options_of(ODESolver))
     def __init__(
@@ -104,10 +103,8 @@ class NeuralODE(nn.Module):
         size: str = "node-84k",
         **options: Any,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        numbers = {field.name: options.pop(field.name, None) for field in fields(FieldSize)}
-        self.shape, self.size = tuple(shape), sized(SIZES, size, "a Neural ODE", numbers)
+        super().__init__(shape, classes, mean, std)
+        self.size = sized(SIZES, size, "a Neural ODE", options)
         self.solver = ODESolver(**options)
         channels = shape[0] + self.size.augment
         self.field = VectorField(channels, self.size.filters, self.size.time)
@@ -115,8 +112,7 @@ class NeuralODE(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Return the state at t = 1."""
-        x = self.normalize(images)
-        require_shape(images, self.shape, "its head reads every pixel")
+        x = self.normalized(images)
         if self.size.augment:
             x = torch.cat([x, x.new_zeros(len(x), self.size.augment, *x.shape[2:])], dim=1)
         return integrate(self.field, x, self.solver).value

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.models.parts.images import MEAN, STD, conv_norm_relu, normalize_for
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier, conv_norm_relu
 from equipoise.models.parts.keyword_options import accepts, numbers_of, require_counts, sized
 from equipoise.options import options, require
 
@@ -67,13 +67,11 @@ class BasicBlock(nn.Module):
         return torch.relu(self.inner(x) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
+class ResNet(ImageClassifier):
     """Map images in [0, 1], of any size, to logits: stem, stages of basic blocks, average pooling, linear head.
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         size: key of ``SIZES``.
         numbers: fields of :class:`ResNetSize` that replace those of the size.
 
@@ -93,8 +91,7 @@ class ResNet(nn.Module):
         size: str = "resnet-20",
         **numbers: Any,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
+        super().__init__(shape, classes, mean, std)
         self.size = sized(SIZES, size, "ResNet", numbers)
         width = self.size.channels[0]
         self.stem = conv_norm_relu(shape[0], width, 3)
@@ -110,7 +107,7 @@ class ResNet(nn.Module):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(self.normalize(images))).mean(dim=(2, 3)))
+        return self.head(self.blocks(self.stem(self.normalized(images))).mean(dim=(2, 3)))
 
 
 def initialise(model: nn.Module) -> None:

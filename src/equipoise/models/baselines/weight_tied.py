@@ -1,4 +1,4 @@
-"""relu(W z + U x + b) without any constraint on W: solved for its equilibrium, or applied a number of times.
+"""relu(W z + U x + b) with an unconstrained W: solved for its equilibrium, or applied a fixed number of times.
 
 The wiring is that of the monDEQ of the same kind (E. Winston, J. Z. Kolter, "Monotone operator equilibrium networks",
 2020, appendix E), so that only W differs. The paper trains such DEQs beside its own (section 5) and does not state
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from equipoise.fixed_point import Equilibrium
 from equipoise.gradients import ImplicitGradient, UnrolledGradient
 from equipoise.gradients.base import GradientRule
-from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier
 from equipoise.models.parts.keyword_options import accepts, positional_of
 from equipoise.options import is_number, require, require_number
 from equipoise.problem.problem import autocast_state
@@ -57,18 +57,18 @@ class PlainCell(nn.Module):
         return tuple(parts)
 
 
-class WeightTied(nn.Module, ABC):
-    """Injection, one cell applied again and again, linear head: maps images in [0, 1] to logits.
+class WeightTied(ImageClassifier, ABC):
+    """Injection, one cell applied repeatedly, linear head: maps images in [0, 1] to logits.
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
-        kind: "conv" (one convolution) or "multitier" (several resolutions, of which the head reads the last).
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
+        kind: "conv" (one convolution) or "multitier" (several resolutions, the last of which the head reads).
         channels: channels of z; for "multitier" a list, one for each tier.
         pool: kernel size of the average pooling before the head, for "conv".
         gradient: rule of differentiation.
     """
+
+    one_shape = "its head reads every pixel"
 
     def __init__(
         self,
@@ -82,9 +82,8 @@ class WeightTied(nn.Module, ABC):
         *,
         gradient: GradientRule,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        self.kind, self.shape, self.pool = kind, tuple(shape), pool
+        super().__init__(shape, classes, mean, std)
+        self.kind, self.pool = kind, pool
         require(self, "kind", among=KINDS)
         several = kind == "multitier"
         tiers = tuple(channels) if several and isinstance(channels, tuple | list) else (channels,)
@@ -108,9 +107,7 @@ class WeightTied(nn.Module, ABC):
 
     def injections(self, images: Tensor) -> tuple[Tensor]:
         """Return the input of the equilibrium."""
-        x = self.normalize(images)
-        require_shape(images, self.shape, "its head reads every pixel")
-        return (self.inject(x),)
+        return (self.inject(self.normalized(images)),)
 
     def read(self, z: Tiers) -> Tensor:
         """Return the logits for z."""

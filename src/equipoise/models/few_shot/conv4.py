@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from equipoise.models.parts.images import MEAN, STD, normalize_for
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier
 from equipoise.options import require
 
 
@@ -31,16 +31,15 @@ class BatchStatisticsNorm(nn.Module):
         return images * scale + (self.bias[:, None, None] - mean * scale)
 
 
-class Conv4(nn.Module):
+class Conv4(ImageClassifier):
     """3x3 convolutions of stride 2, each with BatchNorm and ReLU, and a linear layer: maps images in [0, 1] to logits.
 
     BatchNorm has no running statistics: images are always normalised by the batch that they are in, as published. The
     logits of an image therefore depend on its batch, even in evaluation.
 
     Args:
-        shape: shape of one image, (channels, height, width).
+        shape, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         classes: number of classes of a task.
-        mean, std: mean and standard deviation of the images, per channel.
         filters: number of channels of every convolution.
         layers: number of convolutions.
         pooled: whether the linear layer reads the means of the channels (MAML), or all their pixels (Reptile, iMAML).
@@ -60,9 +59,8 @@ class Conv4(nn.Module):
         layers: int = 4,
         pooled: bool = True,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        self.shape, self.filters, self.layers, self.pooled = tuple(shape), filters, layers, pooled
+        super().__init__(shape, classes, mean, std)
+        self.filters, self.layers, self.pooled = filters, layers, pooled
         require(self, "filters", at_least=1, whole=True)
         require(self, "layers", at_least=1, whole=True)
         require(self, "pooled", kind=bool)
@@ -80,5 +78,5 @@ class Conv4(nn.Module):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> Tensor:
-        features = self.convolutions(self.normalize(images))
+        features = self.convolutions(self.normalized(images))
         return self.classify(features.mean(dim=(2, 3)) if self.pooled else features.flatten(1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mdeq.cell import Film, MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.model import INITIAL_STD, initialise
-from equipoise.models.parts.images import MEAN, STD, normalize_for
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier
 from equipoise.models.parts.keyword_options import accepts, numbers_of, sized
 from equipoise.options import require
 from equipoise.solvers import Anderson
@@ -69,13 +69,12 @@ class TaskCell(nn.Module):
         return tuple(part.unflatten(0, features.shape[:2]) for part in flat)
 
 
-class FewShotMDEQ(nn.Module):
+class FewShotMDEQ(ImageClassifier):
     """Stem, multiscale equilibrium modulated by a task vector, linear head: maps images in [0, 1] to logits.
 
     Args:
-        shape: shape of one image, (channels, height, width).
+        shape, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         classes: number of classes of a task.
-        mean, std: mean and standard deviation of the images, per channel.
         size: key of ``SIZES``.
         task_length: length of the task vector; each scale gets an equal part.
         centred: whether FiLM scales by 1 + its linear map of the task vector, so that the task vector 0 modulates
@@ -110,9 +109,8 @@ class FewShotMDEQ(nn.Module):
         activation: str = "relu",
         **numbers: Any,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        self.shape, self.size = tuple(shape), sized(SIZES, size, "FewShotMDEQ", numbers)
+        super().__init__(shape, classes, mean, std)
+        self.size = sized(SIZES, size, "FewShotMDEQ", numbers)
         self.task_length, self.centred, self.film_head, self.pool = task_length, centred, film_head, pool
         require(self, "task_length", at_least=1, whole=True)
         require(self, "centred", kind=bool)
@@ -124,12 +122,7 @@ class FewShotMDEQ(nn.Module):
                 f"task_length is {task_length}; it must be a multiple of {size_.scales}, the number of scales, which "
                 "share it equally."
             )
-        if shape[1] % size_.divisor or shape[2] % size_.divisor:
-            raise ValueError(
-                f"images of {shape[1]} x {shape[2]} do not fit this model, which halves them "
-                f"{size_.downsamplings + size_.scales - 1} times: height and width must be multiples of "
-                f"{size_.divisor}. Resize them, or choose fewer scales or downsamplings."
-            )
+        size_.require_fit(shape[1:], "Resize them, or choose fewer scales or downsamplings.")
         self.stem = stem(shape[0], size_)
         cell = TaskCell(size_, task_length, centred, activation)
         self.equilibrium = Equilibrium(cell, initial=cell.start, solver=Anderson(), tolerance=TOLERANCE)

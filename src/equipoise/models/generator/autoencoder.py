@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 
 from equipoise.models.generator.decoder import Decoder
-from equipoise.models.parts.images import require_shape
+from equipoise.models.parts.images import require_numbers, require_shape
 
 
 class Autoencoder(nn.Module, ABC):
@@ -26,13 +26,19 @@ class Autoencoder(nn.Module, ABC):
         """Dimension of the latent vectors."""
         return self.decoder.latent
 
+    def require_images(self, images: Tensor) -> None:
+        """Raise unless the model takes these images."""
+        remedy = "in [-1, 1]: images.float() / 127.5 - 1"
+        require_numbers(images, next(self.parameters()).dtype, "images", remedy)
+        require_shape(images, self.shape, "its decoder makes images of one size")
+
     @abstractmethod
     def encoded(self, images: Tensor) -> Tensor:
         """Return what the encoder maps images in [-1, 1] to."""
 
     def codes(self, images: Tensor) -> Tensor:
         """Return the latent vectors of images, (batch, latent)."""
-        require_shape(images, self.shape, "its decoder makes images of one size")
+        self.require_images(images)
         return self.encoded(images)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -47,7 +53,7 @@ class VariationalAutoencoder(Autoencoder, ABC):
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the latent vectors of images, each (batch, latent)."""
-        require_shape(images, self.shape, "its decoder makes images of one size")
+        self.require_images(images)
         mean, log_variance = self.encoded(images).chunk(2, dim=1)
         return mean, log_variance
 

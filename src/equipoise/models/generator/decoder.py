@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from equipoise.models.parts.images import require_numbers
+
 State = tuple[Tensor, ...]
 
 
@@ -38,4 +40,5 @@ class Decoder(nn.Module, ABC):
                 f"x has shape {tuple(x.shape)}; a generator maps latent vectors, (batch, {self.latent}), to images. "
                 "equipoise.tasks.latent_vectors.fit finds the latent vectors of images."
             )
+        require_numbers(x, next(self.parameters()).dtype, "latents", "such as torch.randn(batch, latent)")
         return self.image(self.solved(x, z0))

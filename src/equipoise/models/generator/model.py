@@ -15,10 +15,9 @@ from equipoise.models.generator.decoder import Decoder
 from equipoise.models.mdeq.cell import MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.heads import ImageHead
 from equipoise.models.mdeq.model import initialise
-from equipoise.models.parts.images import require_image_shape
+from equipoise.models.parts.images import is_channels_last, require_image_shape
 from equipoise.models.parts.keyword_options import accepts, numbers_of, sized
 from equipoise.options import require
-from equipoise.problem.layout import is_channels_last
 from equipoise.solvers import Anderson
 from equipoise.tolerance import Tolerance
 
@@ -48,7 +47,7 @@ class LatentCell(nn.Module):
         """Return the initial z: zeros, in the memory format of the weights."""
         kernels = max((p for p in self.cell.parameters() if p.dim() == 4), key=Tensor.numel)
         order = torch.channels_last if is_channels_last(kernels) else torch.contiguous_format
-        return tuple(x.new_zeros(len(x), *shape).contiguous(memory_format=order) for shape in self.shapes)
+        return tuple(x.new_zeros(x.shape[0], *shape).contiguous(memory_format=order) for shape in self.shapes)
 
 
 class Generator(Decoder):

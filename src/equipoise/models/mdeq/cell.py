@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equipoise.models.parts.images import is_channels_last
 from equipoise.models.parts.keyword_options import require_counts
 from equipoise.options import options, require
-from equipoise.problem.layout import is_channels_last
 from equipoise.problem.problem import autocast_state
 from equipoise.stability import VariationalDropout, WeightNorm
 
@@ -86,6 +86,15 @@ class MDEQSize:
         """Number by which the height and width of an image must be divisible."""
         return 2 ** (self.downsamplings + self.scales - 1)
 
+    def require_fit(self, image: Sequence[int], remedy: str) -> None:
+        """Raise ValueError for a height and width that cannot be halved often enough."""
+        if any(n % self.divisor for n in image):
+            raise ValueError(
+                f"images of {image[0]} x {image[1]} do not fit this model, which halves them "
+                f"{self.downsamplings + self.scales - 1} times: height and width must be multiples of {self.divisor}. "
+                f"{remedy}"
+            )
+
 
 class Block(nn.Module):
     """The residual block of one scale: widen, narrow, add the input, normalise."""
@@ -125,7 +134,7 @@ def activate(fresh: Tensor, activation: str) -> Tensor:
 class Transition(nn.Module):
     """Map features of scale ``source`` to the resolution and channels of scale ``target``.
 
-    It downsamples by convolutions of stride 2, and upsamples by a 1x1 convolution and nearest neighbours.
+    It downsamples by convolutions of stride 2, and upsamples by a 1x1 convolution and nearest-neighbour interpolation.
     """
 
     def __init__(self, size: MDEQSize, source: int, target: int, activation: str):

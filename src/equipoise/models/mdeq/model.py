@@ -5,7 +5,7 @@ and, where the authors' code differs, also those of the code.
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mdeq.cell import MDEQSize, MultiscaleCell
 from equipoise.models.mdeq.heads import ClassificationHead, SegmentationHead
-from equipoise.models.parts.images import MEAN, STD, conv_norm_relu, normalize_for, stem
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier, conv_norm_relu, stem
 from equipoise.models.parts.keyword_options import accepts, numbers_of, sized
 from equipoise.solvers import Broyden
 from equipoise.stability import WeightNorm
@@ -22,6 +22,7 @@ from equipoise.tolerance import Tolerance
 HEADS = ("classification", "segmentation")
 TOLERANCE = Tolerance(relative=1e-3, max_steps=18)
 INITIAL_STD = 0.01  # of convolutions without weight normalisation
+REMEDY = "Resize or pad them, or choose fewer scales."
 SEGMENTATION_MOMENTUM = 0.01  # of BatchNorm: large images come in small batches
 
 _FOUR, _WIDE, _WIDEST = (32, 64, 128, 256), (80, 160, 320, 640), (88, 176, 352, 704)
@@ -49,13 +50,11 @@ SIZES = {  # table 4 of the paper; "public" sizes are those of the authors' code
 }
 
 
-class MDEQ(nn.Module):
+class MDEQ(ImageClassifier):
     """Stem, multiscale equilibrium, head: maps images in [0, 1] to logits, of whole images or of their pixels.
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         size: key of ``SIZES``.
         head: "classification", or "segmentation" for logits (batch, classes, h, w) at the resolution of the first
             scale; images of any size are then padded, and their logits cropped.
@@ -81,7 +80,7 @@ class MDEQ(nn.Module):
         weight_norm: bool = True,
         **numbers: Any,
     ):
-        super().__init__()
+        super().__init__(shape, classes, mean, std)
         if head not in HEADS:
             raise ValueError(f"head is {head!r}; allowed: {', '.join(map(repr, HEADS))}.")
         self.segments = head == "segmentation"
@@ -89,7 +88,6 @@ class MDEQ(nn.Module):
             if any(numbers.get(name) is not None for name in ("head_channels", "final_channels")):
                 raise ValueError("head_channels and final_channels are those of a classification head: leave them out.")
             numbers |= {"head_channels": (), "final_channels": 0}
-        self.normalize = normalize_for(shape, classes, mean, std)
         self.size = sized(SIZES, size, "MDEQ", numbers)
         channels = self.size.channels
         self.stem = stem(shape[0], channels[0], max(2, self.size.downsamplings), self.size.downsamplings)
@@ -104,8 +102,7 @@ class MDEQ(nn.Module):
                 if isinstance(module, nn.BatchNorm2d):
                     module.momentum = SEGMENTATION_MOMENTUM
         else:
-            if shape[1] % self.size.divisor or shape[2] % self.size.divisor:
-                self.refuse(shape[1:])
+            self.size.require_fit(shape[1:], REMEDY)
             if not self.size.head_channels or not self.size.final_channels:
                 raise ValueError(
                     f"the size {size!r} has no classification head: give head_channels and final_channels, or "
@@ -116,21 +113,13 @@ class MDEQ(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Return the input of the first scale, of images that are normalised and, for segmentation, padded to fit."""
-        x = self.normalize(images)
+        x = self.normalized(images)
         height, width = (-n % self.size.divisor for n in images.shape[2:])
-        if height or width:
-            if not self.segments:
-                self.refuse(images.shape[2:])
+        if not self.segments:
+            self.size.require_fit(images.shape[2:], REMEDY)
+        elif height or width:
             x = F.pad(x, (0, width, 0, height))
         return self.inject(self.stem(x))
-
-    def refuse(self, size: Sequence[int]) -> NoReturn:
-        """Raise for images whose height or width cannot be halved often enough."""
-        raise ValueError(
-            f"images of {size[0]} x {size[1]} do not fit this model, which halves them "
-            f"{self.size.downsamplings + self.size.scales - 1} times: height and width must be multiples of "
-            f"{self.size.divisor}. Resize or pad them, or choose fewer scales."
-        )
 
     def injections(self, images: Tensor) -> tuple[tuple[Tensor]]:
         """Return the input of the equilibrium: one tensor for each scale that has an input."""

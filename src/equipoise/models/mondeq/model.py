@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from equipoise.fixed_point import Equilibrium
 from equipoise.models.mondeq.certificate import Certificate, certify
-from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier, require_shape
 from equipoise.operators import MonotoneConv2d, MonotoneLinear, MonotoneMultiTier, MonotoneProblem
 from equipoise.operators.spectrum import embed, images, memory
 from equipoise.operators.splitting import PeacemanRachford
@@ -25,13 +25,11 @@ KINDS = ("dense", "conv", "multitier")
 TOLERANCE = Tolerance(relative=1e-2, max_steps=200)  # E.2
 
 
-class MonDEQ(nn.Module):
+class MonDEQ(ImageClassifier):
     """Map images in [0, 1] to logits: z* = s(W z* + U x + b) with monotone I - W, and a linear head (E.1).
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         kind: "dense", "conv" (one convolution) or "multitier" (several resolutions).
         channels: channels of z*: for "dense" the number of features, for "multitier" one per tier.
         m: strong monotonicity of I - W.
@@ -56,9 +54,8 @@ class MonDEQ(nn.Module):
         activation: Any = "relu",
         pool: int = 4,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        self.kind, self.shape, self.size, self.pool = kind, tuple(shape), (shape[1], shape[2]), pool
+        super().__init__(shape, classes, mean, std)
+        self.kind, self.size, self.pool = kind, (shape[1], shape[2]), pool
         require(self, "kind", among=KINDS)
         if not isinstance(channels, tuple | list if kind == "multitier" else int):
             wanted = "a list of channels, one for each tier" if kind == "multitier" else "one whole number"

@@ -5,8 +5,8 @@ M. Li, Y. Wang, X. Xie, Z. Lin, "Optimization inspired multi-branch equilibrium 
 :mod:`equipoise.models.opteq.branches`.
 
 The paper's own wiring cannot be recovered: its parameter counts do not fit its numbers of channels (four dense 3x3
-convolutions of 256 channels alone have 2.4M parameters, but the whole model is said to have 1.9M), and no single wiring
-reproduces all of them. The sizes here have the paper's parameter counts.
+convolutions of 256 channels alone have 2.4M parameters, but the paper states 1.9M for the whole model), and no single
+wiring reproduces all of them. The sizes here have the paper's parameter counts.
 """
 
 from abc import ABC
@@ -23,7 +23,7 @@ from equipoise.models.opteq.branches import Branches
 from equipoise.models.opteq.ring import Images, Ring
 from equipoise.models.opteq.theorems import Contraction, Verification, gradient_at, refuse_perturbed
 from equipoise.models.parts.context_managers import changed, evaluating, keeping_statistics
-from equipoise.models.parts.images import MEAN, STD, normalize_for, require_shape, stem
+from equipoise.models.parts.images import MEAN, STD, ImageClassifier, stem
 from equipoise.models.parts.keyword_options import accepts, numbers_of, options_of, positional_of, require_counts, sized
 from equipoise.options import options, require
 from equipoise.problem.scope import Scope
@@ -38,14 +38,14 @@ FUSIONS = ("none", "sum", "conv")
 
 @options
 class BranchSize:
-    """The numbers that make a model.
+    """The sizes of a model.
 
     Args:
         channels: channels of g and of every branch.
         scales: for each branch, the factor by which its resolution is lower than that of g.
         kernel, injection_kernel: sides of the convolutions W_i and U_i, odd.
         stem: number of 3x3 convolutions that make g, each with BatchNorm and ReLU.
-        downsamplings: how many of them, starting with the first, halve the image.
+        downsamplings: number of them that halve the image, starting with the first.
     """
 
     channels: int
@@ -76,18 +76,18 @@ SIZES = {  # named after the paper's parameter counts; "reduced" is for two core
 }
 
 
-class BranchModel(nn.Module, ABC):
+class BranchModel(ImageClassifier, ABC):
     """Stem g, branches at equilibrium, head: maps images in [0, 1] to logits.
 
     Args:
-        shape: shape of one image, (channels, height, width).
-        classes: number of classes.
-        mean, std: mean and standard deviation of the images, per channel.
+        shape, classes, mean, std: see :class:`~equipoise.models.parts.images.ImageClassifier`.
         size: key of ``SIZES``.
         ring: coupling of the branches.
         options: numbers that replace those of the size, see :class:`BranchSize`, and keyword options of
             :class:`~equipoise.models.opteq.branches.Branches`.
     """
+
+    one_shape = "its branches have fixed sizes"
 
     def __init__(
         self,
@@ -100,10 +100,8 @@ class BranchModel(nn.Module, ABC):
         ring: Ring,
         **options: Any,
     ):
-        super().__init__()
-        self.normalize = normalize_for(shape, classes, mean, std)
-        numbers = {field.name: options.pop(field.name, None) for field in fields(BranchSize)}
-        self.shape, self.size = tuple(shape), sized(SIZES, size, "OptEq", numbers)
+        super().__init__(shape, classes, mean, std)
+        self.size = sized(SIZES, size, "OptEq", options)
         channels, scales, downsamplings = self.size.channels, self.size.scales, self.size.downsamplings
         height, width = (-(-n // 2**downsamplings) for n in shape[1:])
         if min(height, width) < max(scales):
@@ -131,9 +129,7 @@ class BranchModel(nn.Module, ABC):
 
     def features(self, images: Tensor) -> Tensor:
         """Return g."""
-        normalized = self.normalize(images)
-        require_shape(images, self.shape, "its branches have fixed sizes")
-        return self.stem(normalized)
+        return self.stem(self.normalized(images))
 
     def injections(self, images: Tensor) -> tuple[Any, ...]:
         """Return the inputs of the equilibrium."""
@@ -290,8 +286,8 @@ class MOptEq(BranchModel):
     def classify(self, g: Tensor) -> Tensor:
         """Return the logits for g.
 
-        Branches that are perturbed only in training have other averages in evaluation. So the head's running statistics
-        are gathered from unperturbed branches, which takes one more solve, without gradients.
+        Branches that are perturbed only in training have different averages in evaluation, so the head's running
+        statistics are computed from unperturbed branches, which takes one more solve, without gradients.
         """
         if not (self.cell.perturb == "train" and self.cell.perturbed and self.norm.training and len(g) > 1):
             return super().classify(g)

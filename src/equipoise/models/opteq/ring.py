@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from equipoise.models.parts.images import is_channels_last
 from equipoise.options import option, options
-from equipoise.problem.layout import is_channels_last
 
 SIGNS = ("smooth", "hard")
 FLOOR = 1e-6  # added to the scale of M, so that t is positive where all features are zero

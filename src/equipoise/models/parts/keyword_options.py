@@ -57,11 +57,15 @@ def numbers_of(size: type, *, without: Collection[str] = ()) -> list[Parameter]:
     return [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names]
 
 
-def sized(sizes: Mapping[str, Size], name: str, model: str, numbers: Mapping[str, Any]) -> Size:
-    """Return the size called ``name`` of a ``model``, with values replaced by the ``numbers`` that are not None."""
+def sized(sizes: Mapping[str, Size], name: str, model: str, options: dict[str, Any]) -> Size:
+    """Return the size called ``name`` of a ``model``.
+
+    Its fields are taken out of the ``options``, and replaced by what these say, unless it is None.
+    """
     if not isinstance(name, str) or name not in sizes:
         raise ValueError(unknown(f"size of {model}", str(name), sizes))
-    given = {key: value for key, value in numbers.items() if value is not None}
+    names = [field.name for field in dataclasses.fields(sizes[name])]  # type: ignore[arg-type]
+    given = {key: value for key in names if (value := options.pop(key, None)) is not None}
     return dataclasses.replace(sizes[name], **given)  # type: ignore[type-var]
 
 

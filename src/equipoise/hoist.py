@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from equipoise.problem.captures import visible
 from equipoise.problem.compiled import uncompiled
-from equipoise.problem.layout import leaves
+from equipoise.problem.layout import leaves, same_nesting
 from equipoise.problem.problem import autocast_state, require_function, version
 from equipoise.problem.scope import Scope, current
 from equipoise.solution import warn_user
@@ -89,6 +89,10 @@ class HoistedModule(nn.Module):
                 raise
             return getattr(vars(self)["__wrapped__"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in ("training", "verified") or "__wrapped__" not in vars(self)
+        super().__setattr__(name, value) if own else setattr(vars(self)["__wrapped__"], name, value)
+
     def extra_repr(self) -> str:
         return "hoisted"
 
@@ -111,7 +115,8 @@ def remembering(hoisted: Any, f: Callable[..., Any], z: Any, inputs: Sequence[An
 def verify(memory: Memory, f: Callable[..., Any], image: Any, z: Any, inputs: Sequence[Any]) -> bool:
     """Raise unless f itself has the same image; warn if nothing was found again."""
     with torch.no_grad():
-        for (_, found), (_, exact) in zip(leaves(image, "f(z)"), leaves(f(z, *inputs), "f(z)"), strict=True):
+        images = [given if same_nesting(given, z) else given[0] for given in (image, f(z, *inputs))]  # without aux
+        for (_, found), (_, exact) in zip(*(leaves(given, "f(z)") for given in images), strict=True):
             size = torch.where(torch.isfinite(exact), exact, 0).abs().amax() if exact.numel() else 0.0
             same = (found == exact) | ((found - exact).abs() <= 1000 * torch.finfo(exact.dtype).eps * size)
             if not bool((same | torch.isnan(exact)).all()):
@@ -141,6 +146,7 @@ class Memory(TorchFunctionMode):
         super().__init__()
         self.roots = list(tensors_of(f))
         self.entries: dict[Hashable, tuple[Any, list[Tensor], list[int]]] = {}  # result, its tensors, their versions
+        self.known: dict[int, Tensor] = {}
         self.calls = 0
         self.useful = False  # whether anything but views was found again
 
@@ -149,15 +155,16 @@ class Memory(TorchFunctionMode):
         self.grad, self.used, self.count = torch.is_grad_enabled(), {}, {}
         once = [t for kept in (scope.shared, scope.per_sample) for t in kept.values() if isinstance(t, Tensor)]
         given = [tensor for _, tensor in leaves(inputs, "inputs")]
-        # Tensors that do not depend on z; holding them keeps their ids unique.
-        self.known = {id(tensor): tensor for tensor in [*self.roots, *once, *given]}
+        # Tensors that do not depend on z. Entries name them by their ids, which are unique while they exist: those of
+        # the last call are held during this one.
+        self.last, self.known = self.known, {id(tensor): tensor for tensor in [*self.roots, *once, *given]}
         for _, tensor in leaves(z, "z"):
             self.known.pop(id(tensor), None)
             self.device = tensor.device.type
         with self:
             image = f(z, *inputs)
         self.entries = self.used
-        del self.used, self.known
+        del self.used, self.last
         return image
 
     def __torch_function__(

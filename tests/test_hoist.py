@@ -213,6 +213,24 @@ def test_names_of_parameters_do_not_change():
     assert not cell.inner.weight.any()
 
 
+def test_attributes_are_those_of_f():
+    class Scaled(Cell):
+        scale = 1.0
+
+        def forward(self, z, x):
+            return self.scale * super().forward(z, x)
+
+    cell, x = Scaled(), data()
+    hoisted = eq.hoist(cell)
+    hoisted.scale, hoisted.inject = 0.5, nn.Linear(N, N).double()
+    assert cell.scale == hoisted.scale == 0.5
+    assert cell.inject is hoisted.inject
+    torch.testing.assert_close(solve(hoisted, x).value, solve(cell, x).value, rtol=0, atol=0)
+    hoisted.eval()
+    assert not cell.training
+    assert not hoisted.training
+
+
 def test_tuples():
     cell = Cell()
 
@@ -263,6 +281,35 @@ def test_an_equilibrium_inside_f():
 
     x = data()
     torch.testing.assert_close(solve(eq.hoist(f), x).value, solve(f, x).value, rtol=1e-11, atol=1e-11)
+
+
+def test_inputs_that_change_between_solves_of_one_scope():
+    """A freed input may leave its id to the next one: results of the first must not be found for the second."""
+    cell, y = Cell(), data()
+    f = lambda z, x, y: cell(z, x) + 0.1 * torch.sin(y)
+    inner = eq.AdamInput(tolerance=eq.Tolerance(1e-6), adjoint=eq.Tolerance(1e-6))
+    costs = [
+        eq.optimize_input(
+            g,
+            lambda z, x, y: (z - y).square().sum(1) + 0.1 * x.square().sum(1),
+            torch.zeros_like(y),
+            torch.zeros_like(y),
+            y,
+            solver=inner,
+            tolerance=eq.Tolerance(1e-9, max_steps=20),
+            on_failure="ignore",
+        ).cost
+        for g in (f, eq.hoist(f))
+    ]
+    torch.testing.assert_close(*costs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("aux", [None, {"steps": 3}, torch.tensor([True])], ids=["None", "dict", "bool"])
+def test_auxiliary_outputs_of_any_type(aux):
+    cell, x = Cell(), data()
+    sol = eq.fixed_point(eq.hoist(lambda z, x: (cell(z, x), aux)), torch.zeros_like(x), x, aux=True, tolerance=TIGHT)
+    torch.testing.assert_close(sol.value, solve(cell, x).value, rtol=1e-11, atol=1e-11)
+    assert sol.aux is aux
 
 
 def test_outside_a_solve_f_is_called():
