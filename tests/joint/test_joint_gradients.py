@@ -38,7 +38,13 @@ def parameters() -> list[Tensor]:
     return [W, 0.7 * randn(D, N, seed=1), 0.3 * randn(N, seed=2), 0.4 * randn(N, 4, seed=3), randn(BATCH, 4, seed=4)]
 
 
-def optimum(tensors: list[Tensor], constraint: Any = None, gradient: JointGradient = KKT, scale: float = 1.0) -> Any:
+def optimum(
+    tensors: list[Tensor],
+    constraint: Any = None,
+    gradient: JointGradient = KKT,
+    scale: float = 1.0,
+    tolerance: eq.Tolerance = TIGHT,
+) -> Any:
     W, U, b, head, y = tensors
     return eq.optimize_input(
         lambda z, x, y: torch.tanh(z @ W.mT + x @ U + b),
@@ -47,7 +53,7 @@ def optimum(tensors: list[Tensor], constraint: Any = None, gradient: JointGradie
         torch.zeros(BATCH, N, dtype=DOUBLE),
         y,
         constraint=constraint,
-        tolerance=TIGHT,
+        tolerance=tolerance,
         gradient=gradient,
         select="residual",
     )
@@ -84,6 +90,19 @@ def test_kkt_gradient(name: str) -> None:
     assert bool(opt.backward.converged.all())
     for given, exact in slopes(lambda moved: outer(optimum(moved, constraint)).detach(), tensors, gradients):
         assert given == pytest.approx(exact, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_kkt_gradient_is_as_exact_as_the_optimum(name: str) -> None:
+    """A constraint is active also where x is on its boundary only up to the tolerance."""
+    found = []
+    for tolerance in (eq.Tolerance(relative=1e-3, max_steps=100), TIGHT):
+        tensors = [tensor.requires_grad_() for tensor in parameters()]
+        opt = optimum(tensors, CONSTRAINTS[name], tolerance=tolerance)
+        assert bool(opt.converged.all())
+        found.append(torch.autograd.grad(outer(opt), tensors))
+    for loose, tight in zip(*found, strict=True):
+        assert float((loose - tight).norm() / tight.norm()) < 0.02
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
@@ -185,6 +204,21 @@ def test_envelope_refuses_other_gradients() -> None:
     opt = optimum(tensors)
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         torch.autograd.grad(opt.x.sum(), tensors[0], create_graph=True)
+
+
+def test_a_projection_that_depends_on_a_learned_tensor() -> None:
+    """Only KKTGradient differentiates it; no other rule may drop its gradient silently."""
+    bound = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
+    cost = lambda bound, rule: optimum(parameters(), lambda x: torch.minimum(x, bound), rule).cost.sum()
+    found = torch.autograd.grad(cost(bound, KKT), bound)
+    difference = [float(cost(bound.detach() + by, KKT)) for by in (1e-5, -1e-5)]
+    assert float(found[0]) == pytest.approx((difference[0] - difference[1]) / 2e-5, rel=1e-6)
+    for rule in (eq.EnvelopeGradient(), eq.DetachedGradient()):
+        with pytest.raises(ValueError, match=r"depends on a tensor that requires a gradient.*KKTGradient\(\)"):
+            cost(bound, rule)
+        assert not cost(bound.detach(), rule).requires_grad
+        with torch.no_grad():
+            cost(bound, rule)
 
 
 def test_no_gradient_is_attached_when_none_is_needed() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import equipoise as eq
 from equipoise.joint import ConstantStep, Projection
@@ -100,6 +101,35 @@ def test_linear_problem_with_constraint(name: str) -> None:
     assert bool(opt.converged.all()), opt
     assert max(float(part.max()) for part in opt.kkt) <= 1e-10
     torch.testing.assert_close(opt.x, problem.constrained(constraint), atol=1e-8, rtol=0)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {  # the feasible x of least slope . x
+    "l2": lambda slope: -0.3 * slope / slope.norm(dim=1, keepdim=True),
+    "linf": lambda slope: -0.2 * slope.sign(),
+    "box": lambda slope: torch.where(slope > 0, -0.1, 0.3).to(slope),
+    "sphere": lambda slope: -0.5 * slope / slope.norm(dim=1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("d", [D, 20])
+def test_a_cost_that_is_linear_in_x_is_least_at_the_border(name: str, seed: int, d: int) -> None:
+    """g does not depend on x, so that an extrapolation of x has neither a length nor a sign."""
+    W, U, slope = contraction(N, seed, norm=0.9), randn(N, d, seed=seed + 100), randn(BATCH, N, seed=seed + 200)
+    x0, z0 = torch.full((BATCH, d), 0.1, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    opt = eq.optimize_input(
+        lambda z, x, slope: z @ W.mT + x @ U.mT,
+        lambda z, x, slope: (z * slope).sum(dim=1),
+        x0,
+        z0,
+        slope,
+        constraint=CONSTRAINTS[name],
+        tolerance=eq.Tolerance(relative=1e-6, max_steps=300),
+    )
+    assert bool(opt.converged.all()), opt
+    expected = EXTREMES[name](slope @ torch.linalg.solve(torch.eye(N, dtype=DOUBLE) - W, U))
+    torch.testing.assert_close(opt.x, expected, atol=1e-4, rtol=0)
 
 
 def test_intersection_and_own_projection() -> None:
@@ -343,7 +373,7 @@ def test_baselines_agree() -> None:
 
 
 def test_counts() -> None:
-    """A step costs one f, one loss and one product; besides, the checks and the first radius cost an f each."""
+    """A step costs one f, one loss and one product, the first being the check; f(z0) and the first radius cost an f."""
     problem, calls = Linear(), {"f": 0, "loss": 0}
 
     def f(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -361,8 +391,8 @@ def test_counts() -> None:
     steps = int(opt.stats.steps.max())
     assert opt.stats.products == steps
     assert opt.stats.evaluations == steps + 1
-    assert calls["f"] == steps + 3
-    assert calls["loss"] == steps + 2
+    assert calls["f"] == steps + 2
+    assert calls["loss"] == steps + 1  # and of the returned value
 
 
 # Values of every kind.
@@ -421,6 +451,15 @@ def test_modes() -> None:
     assert "empty" in str(empty)
 
 
+def test_costs_in_the_autocast_mode_of_the_solve() -> None:
+    head, y = nn.Linear(8, 8), torch.rand(BATCH, 8)
+    f, loss = lambda z, x, y: torch.tanh(0.3 * z + x), lambda z, x, y: (head(z) - y).square().sum(dim=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        opt = eq.optimize_input(f, loss, torch.zeros(BATCH, 8), torch.zeros(BATCH, 8), y, on_failure="ignore")
+    with torch.no_grad():
+        assert torch.equal(opt.joint.costs(opt.at), opt.cost)
+
+
 class Cell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +492,7 @@ def test_scope_of_a_solve() -> None:
         tolerance=eq.Tolerance(relative=1e-8, max_steps=400, patience=None),
     )
     assert bool(opt.converged.all()), opt
-    assert calls == opt.stats.evaluations + 2 + 1  # the checks, and the record of the gradient
+    assert calls == opt.stats.evaluations + 1 + 1  # one check more than the first evaluation, and the record
     opt.cost.sum().backward()
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in cell.parameters())
 
@@ -540,9 +579,37 @@ def attempt(**changes: Any) -> eq.Optimum:
         ({"loss": lambda z, x, y: (z - y).square().mean()}, ValueError, r"shape \(\).*one cost per sample"),
         ({"loss": lambda z, x, y: (z - y).square()}, ValueError, "one cost per sample"),
         ({"loss": lambda z, x, y: (z.detach() - y).square().sum(1)}, RuntimeError, "does not depend differentiably"),
+        (
+            {"loss": lambda z, x, y: (z.detach() - y).square().sum(1) + x.square().sum(1)},
+            RuntimeError,
+            "^z requires a gradient and the loss depends on it",
+        ),
+        (
+            {"loss": lambda z, x, y: (z - y).square().sum(1) + x.detach().square().sum(1)},
+            RuntimeError,
+            r"^x0 requires a gradient and the loss depends on it.*or numpy in the loss",
+        ),
+        (
+            {"loss": lambda z, x, y: (z - y).square().sum(1) / z.abs().sum()},
+            ValueError,
+            "loss mixes the samples of the batch",
+        ),
+        (
+            {"loss": lambda z, x, y: (z - y)[:, :BATCH].square().sum(0)},
+            ValueError,
+            r"Reduce over all dimensions but the first",
+        ),
         ({"loss": None}, TypeError, "loss is a NoneType"),
+        ({"loss": nn.MSELoss}, TypeError, "loss is the class MSELoss"),
+        ({"loss": lambda z, x, y: (z - y.mul_(1)).square().sum(1)}, RuntimeError, "^the loss modifies z or an input"),
         ({"loss": lambda z, x: z.sum(1)}, TypeError, "positional"),
         ({"f": lambda z, x, y: z @ torch.eye(N, dtype=DOUBLE) * 0 + x.detach().sum()}, RuntimeError, "no gradient can"),
+        ({"f": lambda z, x, y: torch.tanh(z + x.detach().sum(1)[:, None])}, RuntimeError, "^x0 requires a gradient"),
+        ({"y": torch.tensor(1.0)}, ValueError, r"^inputs\[0\] has no dimensions"),
+        ({"x0": torch.zeros(BATCH, D, device="meta")}, TypeError, "^x0 is on the meta device"),
+        ({"x0": torch.zeros(BATCH, D).to_sparse()}, TypeError, "^x0 is torch.sparse_coo; it must be dense"),
+        ({"x0": torch.zeros(BATCH, D).to(torch.float8_e5m2)}, TypeError, "^x0 is torch.float8_e5m2"),
+        ({"constraint": lambda x: None}, TypeError, r"^the value of Projection\(<lambda>\) is a NoneType"),
         ({"x0": torch.zeros(BATCH + 1, D)}, ValueError, f"x0 has batch size {BATCH + 1}, the inputs have {BATCH}"),
         ({"x0": torch.zeros(BATCH, D, dtype=torch.int64)}, TypeError, "x0 is torch.int64"),
         ({"select": "best"}, ValueError, "select is 'best'; allowed: 'feasible-cost'"),
@@ -556,6 +623,108 @@ def attempt(**changes: Any) -> eq.Optimum:
 def test_misuse(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         attempt(**changes)
+    with torch.no_grad(), pytest.raises(error, match=words):
+        attempt(**changes)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_a_loss_that_cannot_be_squared_is_refused(scale: float) -> None:
+    """All norms would be 0, and every x an optimum."""
+    problem = Linear()
+    single = {name: getattr(problem, name).float() for name in ("W", "U", "b", "y")}
+    vars(problem).update(single)
+    loss = lambda z, x, y: scale * problem.loss(z, x, y)
+    with pytest.raises(ValueError, match="multiply the loss by a constant that brings it near 1"):
+        eq.optimize_input(problem.f, loss, torch.zeros(BATCH, D), torch.zeros(BATCH, N), problem.y)
+
+
+def test_a_cost_that_is_not_finite_is_no_success() -> None:
+    """The gradient of a constant is finite even where the constant is not."""
+    problem, shift = Linear(), torch.zeros(BATCH, dtype=DOUBLE)
+    shift[1], shift[3] = torch.nan, torch.inf
+    loss = lambda z, x, y, shift: problem.loss(z, x, y) + shift
+    x0, z0 = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    f = lambda z, x, y, shift: problem.f(z, x, y)
+    opt = eq.optimize_input(f, loss, x0, z0, problem.y, shift, on_failure="ignore")
+    failed, good = [1, 3], [0, 2, 4]
+    assert opt.result[failed].tolist() == [eq.Result.NONFINITE] * 2
+    assert bool(opt.converged[good].all())
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_x_is_feasible_even_where_x0_was_not_finite(name: str) -> None:
+    problem, constraint = Linear(), CONSTRAINTS[name]
+    if name == "box":
+        constraint = eq.Box(0.1, 0.3)  # 0 is not in it
+    x0 = torch.full((BATCH, D), 0.2, dtype=DOUBLE)
+    x0[1] = torch.nan
+    z0 = torch.zeros(BATCH, N, dtype=DOUBLE)
+    opt = eq.optimize_input(
+        problem.f, problem.loss, x0, z0, problem.y, constraint=constraint, tolerance=TIGHT, on_failure="ignore"
+    )
+    assert opt.result.tolist() == [eq.Result.NONFINITE if i == 1 else eq.Result.CONVERGED for i in range(BATCH)]
+    torch.testing.assert_close(opt.x[1], constraint(torch.zeros(1, D, dtype=DOUBLE))[0], rtol=1e-12, atol=0)
+
+
+def test_batch_of_z0() -> None:
+    problem = Linear()
+    f, loss = lambda z, x: problem.f(z, x, problem.y), lambda z, x: problem.loss(z, x, problem.y)
+    x0, z0 = torch.zeros(1, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    assert torch.equal(eq.optimize_input(f, loss, x0, z0).x, problem.minimize(tolerance=eq.Tolerance(1e-3)).x)
+    with pytest.raises(ValueError, match=f"x0 has batch size 3, z0 has {BATCH}"):
+        eq.optimize_input(f, loss, x0.expand(3, D), z0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_refused() -> None:
+    y = randn(BATCH, N, seed=4)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        attempt(y=forward_ad.make_dual(y, torch.ones_like(y)))
+
+
+@pytest.mark.parametrize("constraint", [None, eq.L2Ball(50.0), lambda x: x.clamp(0, 90)], ids=["none", "ball", "own"])
+def test_nothing_depends_on_x(constraint: Any) -> None:
+    problem = Linear()
+    f = lambda z, x, y: problem.f(z, torch.zeros_like(x), y)
+    loss = lambda z, x, y: (z - y).square().sum(dim=1)
+    x0, z0 = torch.full((BATCH, D), 8.0, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    opt = eq.optimize_input(f, loss, x0, z0, problem.y, constraint=constraint)
+    assert bool(opt.converged.all())
+    assert torch.equal(opt.x, x0)
+
+
+def test_dropout_in_the_loss_is_named() -> None:
+    head = nn.Sequential(nn.Linear(N, N), nn.Dropout(0.5)).double()
+    loss = lambda z, x, y: (head(z) - y).square().sum(dim=1) + x.square().sum(dim=1)
+    with pytest.warns(
+        eq.ImpureFunctionWarning, match="the loss is not a function of z: captured 'head' 1 is a Dropout"
+    ):
+        attempt(loss=loss, on_failure="ignore", tolerance=eq.Tolerance(max_steps=2))
+    head.eval()
+    attempt(loss=loss, on_failure="ignore", tolerance=eq.Tolerance(max_steps=2))
+
+
+def test_solves_inside_f_are_not_watched() -> None:
+    problem = Linear()
+    inner = eq.Equilibrium(lambda z, x: 0.5 * torch.tanh(z) + x)
+
+    def f(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return problem.f(z, inner(x), y)
+
+    x0, z0 = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE)
+    with eq.watch_solves() as solves:
+        eq.optimize_input(f, problem.loss, x0, z0, problem.y, on_failure="ignore")
+        inner(x0)
+    assert len(solves) == 1
+
+
+def test_empty_batch() -> None:
+    problem = Linear(batch=0)
+    opt = problem.minimize()
+    assert opt.x.shape == (0, D)
+    assert "empty batch" in str(opt)
+    assert "empty batch" in str(opt.check())
+    assert "empty batch" in str(eq.diagnose(opt))
 
 
 @pytest.mark.parametrize(
@@ -566,6 +735,8 @@ def test_misuse(changes: dict[str, Any], error: type[Exception], words: str) -> 
         (lambda: eq.JointAnderson(damping=0.5), ValueError, "JointAnderson.damping is 0.5; it must be two numbers"),
         (lambda: eq.JointAnderson(damping=(0.5, 1.0)), ValueError, "two numbers in"),
         (lambda: eq.JointAnderson(kind=3), ValueError, "kind is 3"),
+        (lambda: eq.JointAnderson(step_size=eq.AdamStep(), extrapolate_x=True), ValueError, "x would never move"),
+        (lambda: eq.AdamInput(solver=eq.JointAnderson()), TypeError, "AdamInput.solver is JointAnderson"),
         (lambda: eq.JointIteration(eq.NewtonKrylov()), TypeError, "evaluate F once per step"),
         (lambda: eq.JointAnderson(memmory=3), TypeError, "did you mean 'memory'"),
         (lambda: eq.NormalizedStep(0.0), ValueError, "NormalizedStep.length is 0.0"),
@@ -650,9 +821,9 @@ def test_normalized_steps_have_their_length_in_their_norm(norm):
         "callback": lambda progress: places.append(progress.value[2]),
     }
     problem.minimize(**options, tolerance=eq.Tolerance(relative=0.0, max_steps=12, patience=None), on_failure="ignore")
-    moves = torch.stack(places).diff(dim=0)[1:]  # mu is 0 at first, and so is g
+    moves = torch.stack(places).diff(dim=0)  # from the first step on: mu starts as dl/dz
     lengths = moves.norm(dim=2) if norm == "l2" else moves.abs().amax(dim=2)
-    expected = torch.tensor([0.01] * 5 + [0.002] * 5, dtype=DOUBLE)[:, None].expand_as(lengths)
+    expected = torch.tensor([0.01] * 6 + [0.002] * 5, dtype=DOUBLE)[:, None].expand_as(lengths)
     torch.testing.assert_close(lengths, expected)
     if norm == "linf":
         torch.testing.assert_close(moves.abs(), lengths[:, :, None].expand_as(moves))  # all entries move

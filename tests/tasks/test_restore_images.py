@@ -1,6 +1,7 @@
 """Restoring by a fixed generator: optima against a general optimiser, operators of each sample, steps that are kept."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,12 @@ def test_errors():
         restore(generator, y, Downsampling(2))
     with pytest.raises(TypeError, match="y is torch.int64"):
         restore(generator, y.long(), Identity())
+    wide = eq.create_model("generator", shape=(1, 16, 16), size="small-2", channels=[8, 8], latent=4).double()
+    with pytest.raises(TypeError, match="y is torch.float32, the generator torch.float64: convert one of them"):
+        restore(wide, y.float(), Identity())
+    nothing = SimpleNamespace(A=lambda x: None, A_adjoint=lambda y: y)
+    with pytest.raises(TypeError, match=re.escape("maps images to None; A(x) must return a tensor")):
+        restore(generator, y, nothing)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="generator is a Linear"):
         restore(torch.nn.Linear(2, 2), y, Identity())  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match="max_steps"):

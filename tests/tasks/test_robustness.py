@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import equipoise as eq
+from equipoise.lab.trust import look_in
 from equipoise.models.conv_equilibrium import ConvEquilibrium
-from equipoise.registry import look_in
 from equipoise.tasks import robustness
 from equipoise.tasks.robustness import ATTACKS, NORMS, Robustness, foolbox_pgd, pgd, random_change, within
 

@@ -766,7 +766,7 @@ def test_segment_answers_a_mistake_with_a_sentence(street, image, capsys, tmp_pa
     assert "it must be a file that ends in .png" in fails(street, image, "-o", "seen.jpg")
     assert "a single file, but there are 2 images" in fails(street, image, "taken.png", "-o", "seen.png")
     assert "would be written to photo-segmented.png" in fails(street, image, "elsewhere/photo.png")
-    assert "window is [0, 4]; it must be" in fails(street, image, "--window", 0, 4)
+    assert "--window is 0; it must be a whole number of at least 1" in fails(street, image, "--window", 0, 4)
     assert not [path for path in tmp_path.iterdir() if "seen" in path.name or "segmented" in path.name]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from equipoise.joint.rounding import Device, Grid, attached, norms, require_constant, wide
 from equipoise.options import is_number, options, require_number
+from equipoise.problem.captures import leaves_of
 from equipoise.problem.layout import Layout, largest_entries, leaves, select
 
 ACTIVE = 1e-5  # relative distance to the boundary within which a point counts as on it
@@ -76,13 +77,24 @@ class Constraint(ABC):
         nearest, given = self.nearest(rows), rows.detach()
         return attached(torch.where(self.holds(given), given, self.settle(nearest.detach())), nearest)
 
-    def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent | None:
+    def tangent(self, rows: Tensor, gradient: Tensor, size: Tensor | float = 0.0) -> Tangent | None:
         """Return the tangent at allowed rows, given the gradient of the cost; None: differentiate ``project`` instead.
 
-        A constraint is active where the cost decreases outward. If its slope is zero to rounding, the constraint counts
-        as inactive: the optimum then has only one-sided derivatives, and the one for moving inward is used.
+        A constraint is active where the cost decreases outward, at its boundary and where a step of x would reach it:
+        an optimum is at the boundary only up to the tolerance. If the slope of the cost is zero to rounding, the
+        constraint counts as inactive: the optimum then has only one-sided derivatives, and the one for moving inward is
+        used.
+
+        Args:
+            rows: allowed rows.
+            gradient: gradient of the cost with respect to them.
+            size: step size of x, a number or (batch, 1).
         """
         return None
+
+    def sources(self, rows: Tensor) -> list[Tensor]:
+        """Return the tensors that require a gradient and that the nearest points of ``rows`` depend on."""
+        return []
 
     def reach(self) -> Tensor | float:
         """Return the largest distance between two allowed points, per sample or as a number; inf if unbounded."""
@@ -194,9 +206,9 @@ class L2Ball(RoundSet):
         near = self.grid.rounded(nearest)
         return torch.where(self.holds(near), near, self.grid.closer(near, self.middle))
 
-    def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent:
+    def tangent(self, rows: Tensor, gradient: Tensor, size: Tensor | float = 0.0) -> Tangent:
         distance, normal, push = self.boundary(rows, gradient)
-        near = distance >= (self.limit() - self.size * self.grid.coarsest) * (1 - ACTIVE)
+        near = distance + size * push >= (self.limit() - self.size * self.grid.coarsest) * (1 - ACTIVE)
         active = near & (push > 10 * self.grid.eps * norms(gradient))
         return self.orthogonal_to(normal * active, push * active)
 
@@ -229,7 +241,7 @@ class Sphere(RoundSet):
         length = torch.where(length.isfinite(), length, torch.nan).masked_fill(length == 0, 1.0)
         return self.middle + offset / length * self.size
 
-    def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent:
+    def tangent(self, rows: Tensor, gradient: Tensor, size: Tensor | float = 0.0) -> Tangent:
         _, normal, push = self.boundary(rows, gradient)
         return self.orthogonal_to(normal, push)
 
@@ -245,11 +257,11 @@ class IntervalSet(Constraint):
         inset = inset.masked_fill(~inset.isfinite(), 0.0)  # where a bound is infinite
         return torch.clamp(rows, self.lower + inset, self.upper - inset)
 
-    def tangent(self, rows: Tensor, gradient: Tensor) -> Tangent:
-        small = 10 * self.grid.eps * largest_entries(gradient)[:, None]
+    def tangent(self, rows: Tensor, gradient: Tensor, size: Tensor | float = 0.0) -> Tangent:
+        aim, small = rows - size * gradient, 10 * self.grid.eps * largest_entries(gradient)[:, None]
         span = self.upper - self.lower
         margin = ACTIVE * torch.where(span.isfinite(), span, torch.maximum(self.lower, -self.upper).abs())
-        low, high = rows <= self.lower + margin, rows >= self.upper - margin
+        low, high = aim <= self.lower + margin, aim >= self.upper - margin
         blocked = (low & (gradient > small)) | (high & (gradient < -small))
         fixed = blocked | (self.lower >= self.upper)
         return Tangent(lambda v: v.masked_fill(fixed, 0.0), rows.new_zeros(len(rows)))
@@ -382,8 +394,9 @@ class Projection(Constraint):
         layout, batch, index = self.grid.layout, self.grid.batch, self.index
         whole = rows if index is None else rows.new_zeros(batch, rows.shape[1]).index_copy(0, index, rows)
         value = self.function(layout.unpack(whole))
+        named = leaves(value, f"the value of {self!r}")
         if not layout.fits(value, batch):
-            shapes = [tuple(tensor.shape) for _, tensor in leaves(value, "projection(x)")]
+            shapes = [tuple(tensor.shape) for _, tensor in named]
             raise ValueError(f"{self!r} returns a value of shape {shapes}; it must be structured and shaped like x.")
         projected = layout.pack(value)
         if rows.requires_grad and torch.is_grad_enabled() and not projected.requires_grad:
@@ -392,6 +405,10 @@ class Projection(Constraint):
                 "differentiable operations, without detach(), no_grad() or numpy."
             )
         return projected if index is None else projected.index_select(0, index)
+
+    def sources(self, rows: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            return leaves_of(self.nearest(rows), [rows])
 
     def holds(self, rows: Tensor) -> Tensor:
         accuracy = max(ACCURACY, 4 * self.grid.coarsest)

@@ -34,6 +34,7 @@ class JointGradient(ABC):
     """The rule by which an optimum is differentiated."""
 
     holds_x: ClassVar[bool] = False  # whether x and mu are constants
+    moves_constraint: ClassVar[bool] = False  # whether tensors that a projection depends on get a gradient
 
     @abstractmethod
     def attach(self, joint: Joint, solved: Solved, report: Report) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ class EnvelopeGradient(JointGradient):
         v = solved.z
         image, cost = captured_graph(joint, v)
         with torch.enable_grad():
-            lagrangian = cost + (v[:, joint.mu] * (image - image.detach())).sum(dim=1)
+            lagrangian = cost + (v[:, joint.mu] * (image - image.detach())).sum(dim=1).to(cost.dtype)
         return _Refused.apply(v, lagrangian), _Once.apply(lagrangian)  # type: ignore[return-value]
 
 
@@ -85,6 +86,7 @@ class KKTGradient(JointGradient):
         >>> (head(opt.z) - truth).square().mean().backward()
     """
 
+    moves_constraint = True
     tolerance: Tolerance = option(default=Tolerance(relative=1e-6, max_steps=300, patience=100), kind=Tolerance)
     proximal: float = option(default=0.0, at_least=0.0)
     solver: Solver | None = option(default=None, kind=Solver, optional=True)
@@ -98,11 +100,11 @@ class KKTGradient(JointGradient):
             conditions = gradients([lagrangian], blocks, [torch.ones_like(lagrangian)], create_graph=True)
             tangent = None
             if joint.constraint is not None:
-                x, gradient = blocks[2], conditions[2]
-                tangent = joint.constraint.tangent(x.detach(), gradient.detach())
+                assert solved.companion is not None
+                x, gradient, size = blocks[2], conditions[2], automatic_size(solved.companion)[:, None]
+                size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)  # no step was taken, or none needed
+                tangent = joint.constraint.tangent(x.detach(), gradient.detach(), size)
                 if tangent is None:
-                    assert solved.companion is not None
-                    size = automatic_size(solved.companion)[:, None]
                     conditions[2] = x - joint.constraint.project(x - size * gradient)
             whole = torch.cat(conditions, dim=1)
             symmetric = joint.constraint is None or tangent is not None
@@ -124,7 +126,7 @@ class KKTGradient(JointGradient):
 
 def note(report: Report, solved: Solved) -> None:
     """Record the outcome of a backward solve."""
-    optimum = report.solution() if report.solution is not None else None
+    optimum = report.solution()
     if optimum is not None:
         optimum.backward = solved.stats
     if not solved.converged:

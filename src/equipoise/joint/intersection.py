@@ -122,6 +122,9 @@ class Intersection(Constraint):
         others = [part for part in parts if part is not core.ball and not isinstance(part, IntervalSet)]
         return {"constraints": tuple(parts), "core": core, "others": others}
 
+    def sources(self, rows: Tensor) -> list[Tensor]:
+        return [tensor for part in self.constraints for tensor in part.sources(rows)]
+
     def reach(self) -> Tensor | float:
         reaches = [torch.as_tensor(part.reach(), dtype=self.grid.dtype).reshape(-1) for part in self.constraints]
         device = next((reach.device for reach in reaches if len(reach) > 1), reaches[0].device)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from equipoise.fixed_point import ON_FAILURE
+from equipoise.fixed_point import ON_FAILURE, unwatched
 from equipoise.joint.constraints import Constraint, as_constraint
 from equipoise.joint.gradients import EnvelopeGradient, JointGradient
 from equipoise.joint.optimum import KKT, Optimum
-from equipoise.joint.problem import Joint, JointFunction, JointProblem, tensors
+from equipoise.joint.problem import First, Joint, JointFunction, JointProblem, LossProblem, tensors
 from equipoise.joint.solvers import SCALES, SELECT, JointAnderson, JointSolver
 from equipoise.problem.captures import leaves_of, require_gradient_paths
 from equipoise.problem.layout import Layout, leaves, rebuild
-from equipoise.problem.problem import FunctionProblem
+from equipoise.problem.problem import FunctionProblem, inspect_layers, require_dense
 from equipoise.solution import Report
 from equipoise.solvers import Progress
 from equipoise.solvers.loop import Solved, Watch, solve
@@ -83,8 +86,8 @@ def optimize_input(
 ) -> Optimum:
     """Minimise loss(z, x, *inputs) over x subject to z = f(z, x, *inputs), for every sample of a batch (JIIO).
 
-    z, its adjoint mu, and x move together in one fixed-point iteration: each step costs one f, one loss and one
-    vector-Jacobian product, whereas an optimiser around a solver needs two solves per step.
+    z, its adjoint mu, and x move together in one fixed-point iteration: each step costs one evaluation of f, one of the
+    loss and one vector-Jacobian product, whereas an optimiser around a solver needs two solves per step.
 
     Args:
         f: function or module ``f(z, x, *inputs) -> z``.
@@ -129,15 +132,22 @@ def optimize_input(
             "optimize_input cannot be traced, exported or transformed by torch.func: the number of its steps depends "
             "on the data. Call it outside."
         )
-    if not callable(loss):
-        raise TypeError(f"loss is a {type(loss).__name__}; it must be a function loss(z, x, *inputs) -> (batch,).")
+    if isinstance(loss, type) or not callable(loss):
+        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise TypeError(f"loss is {given}; it must be a function loss(z, x, *inputs) -> (batch,).")
     options = Options(
         as_constraint(constraint), solver, tolerance, gradient, select, on_failure, compact, trace, callback
     )
     if torch.compiler.is_compiling():
         reason = "the number of steps of a solver depends on the residuals it measures"
-        return torch.compiler.disable(run, reason=reason)(f, loss, x0, z0, inputs, options)  # type: ignore[call-arg]
-    return run(f, loss, x0, z0, inputs, options)
+        eager = torch.compiler.disable(unwatched_run, reason=reason)
+        return eager(f, loss, x0, z0, inputs, options)  # type: ignore[call-arg]
+    return unwatched_run(f, loss, x0, z0, inputs, options)
+
+
+def unwatched_run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: Options) -> Optimum:
+    with unwatched():
+        return run(f, loss, x0, z0, inputs, options)
 
 
 def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: Options) -> Optimum:
@@ -169,7 +179,7 @@ def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: O
     if options.gradient.holds_x:
         mu, x = (rebuild(part, [t.detach() for t in tensors(part)]) for part in (mu, x))
     optimum = Optimum(x, z, mu, cost, kkt, solved.stats, solved=solved, course=course)
-    report.solution = weakref.ref(optimum)  # type: ignore[assignment]
+    report.solution = weakref.ref(optimum)
     return optimum
 
 
@@ -182,14 +192,22 @@ def start(
     f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: Options
 ) -> tuple[JointFunction, Any, Any, bool]:
     """Check all arguments; return the joint function, x and z to start from, and whether a gradient is needed."""
-    x = initial_input(x0, inputs)
+    x = initial_input(x0, z0, inputs)
     layout, batch = Layout(x), len(tensors(x)[0])
-    constraint = options.constraint
+    constraint, recording = options.constraint, torch.is_grad_enabled()
+    moving = False
     if constraint is not None:
         constraint = constraint.fitted(layout, batch, tensors(x)[0].device)
-        x = layout.unpack(constraint.project(layout.pack(x)))
+        rows = layout.pack(x)
+        x = layout.unpack(constraint.project(rows))
+        moving = recording and bool(constraint.sources(rows))
+        if moving and not options.gradient.moves_constraint:
+            raise ValueError(
+                f"{constraint!r} depends on a tensor that requires a gradient, which {options.gradient!r} does not "
+                "provide: pass gradient=equipoise.KKTGradient(), or use the tensor detached."
+            )
     # From f(z0), known after the checks: at z0 = 0 the loss may be steep, as a normalisation of zeros is.
-    with torch.enable_grad():  # so that weights derived once per solve keep their path, which is checked below
+    with x_counted_apart(), torch.enable_grad():  # weights derived once per solve keep their path, checked below
         inner, _, rows = FunctionProblem.start(f, z0, (x, *inputs))
     inner.structures = {}
     rows = rows.detach().requires_grad_()
@@ -198,21 +216,59 @@ def start(
         there = inner.replaced(inputs=(x_leaf, *inputs))
         image = there(rows)
         value = inner.unpack(rows)
+        costs = LossProblem.of(loss, there, value)
+        inspect_layers(loss, costs.called)
         try:
-            cost = inner.in_scope(loss, value, x_leaf, *inputs)
+            cost = costs.call(value)
         except Exception as error:
             error.add_note("loss failed at its first call; it is called as loss(z, x, *inputs).")
             raise
-    if torch.is_grad_enabled():  # without gradients, derived weights are constants of the solve
-        require_gradient_paths(there, rows, image)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (image, cost)):
+        raise NotImplementedError(
+            "optimize_input has no forward-mode derivative: use reverse mode (torch.autograd.grad) with a gradient "
+            "rule such as KKTGradient()."
+        )
     check_cost(cost, batch)
     parts = [rows, *tensors(x_leaf)]
-    needs = torch.is_grad_enabled() and bool(leaves_of(image, parts) or leaves_of(cost, parts))
+    # Without gradients, weights that were derived before are constants.
+    sources = None if recording else leaves(x_leaf, "inputs[0]")
+    with x_counted_apart():
+        require_gradient_paths(there, rows, image, sources)
+        require_gradient_paths(costs, rows, cost, sources)
+    require_separate_costs(cost, parts)
+    needs = recording and (moving or bool(leaves_of(image, parts) or leaves_of(cost, parts)))
     z = rebuild(value, [t.detach() for t in tensors(value)])
-    return JointFunction(inner, loss, constraint, options.select), x, z, needs
+    function = JointFunction(inner, loss, constraint, options.select)
+    function.first = First.of(inner, rows, x_leaf, image, cost)
+    return function, x, z, needs
 
 
-def initial_input(x0: Any, inputs: tuple[Any, ...]) -> Any:
+def require_separate_costs(cost: Tensor, parts: list[Tensor]) -> None:
+    """Raise if the cost of a sample depends on the z or x of another; ``parts`` are z and x."""
+    if len(cost) < 2:
+        return
+    odd = (torch.arange(len(cost), device=cost.device) % 2).to(cost.dtype)
+    gradients = torch.autograd.grad(cost, parts, odd, retain_graph=True, allow_unused=True)
+    if any(gradient is not None and bool((gradient[::2].abs() > 0).any()) for gradient in gradients):
+        raise ValueError(
+            "loss mixes the samples of the batch: the cost of one depends on the z or x of another. Reduce over all "
+            "dimensions but the first, e.g. .flatten(1).sum(1), and normalise each sample separately."
+        )
+
+
+@contextmanager
+def x_counted_apart() -> Iterator[None]:
+    """Name inputs in errors as the caller does: to the problem z = f(z, x, *inputs), the first input is x."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if error.args and isinstance(message := error.args[0], str):
+            name = lambda found: "x0" if found[1] == "0" else f"inputs[{int(found[1]) - 1}]"  # noqa: E731
+            error.args = (re.sub(r"\binputs\[(\d+)\]", name, message), *error.args[1:])
+        raise
+
+
+def initial_input(x0: Any, z0: Any, inputs: tuple[Any, ...]) -> Any:
     """Return x0, checked and broadcast over the batch, without its graph."""
     named = leaves(x0, "x0")
     if not named:
@@ -222,14 +278,19 @@ def initial_input(x0: Any, inputs: tuple[Any, ...]) -> Any:
             raise TypeError(f"{name} is {tensor.dtype}; an input to optimise must be floating point: {name}.float().")
         if not tensor.dim():
             raise ValueError(f"{name} is a scalar; it must have the batch as its first dimension: {name}[None].")
+        if tensor.dtype.itemsize == 1 or tensor.dtype == torch.complex32:
+            raise TypeError(f"{name} is {tensor.dtype}; x needs float16, bfloat16 or wider: convert inside f.")
+        require_dense(name, tensor, free=False)
     given = [tensor for i, tree in enumerate(inputs) for _, tensor in leaves(tree, f"inputs[{i}]")]
+    if not given and not (callable(z0) and not isinstance(z0, Tensor)):
+        given = [tensor for _, tensor in (*leaves(z0, "z0"), *named)]
     sizes = [tensor.shape[0] for tensor in given if tensor.dim()] or [t.shape[0] for _, t in named]
     batch = next((size for size in sizes if size != 1), sizes[0])
     for name, tensor in named:
         if tensor.shape[0] not in (1, batch):
             raise ValueError(
-                f"{name} has batch size {tensor.shape[0]}, the inputs have {batch}: x0 and inputs share their first "
-                "dimension (x0 may have 1)."
+                f"{name} has batch size {tensor.shape[0]}, {'the inputs have' if inputs else 'z0 has'} {batch}: x0, z0 "
+                "and inputs share their first dimension (x0 and z0 may have 1)."
             )
     return rebuild(x0, [t.detach().expand(batch, *t.shape[1:]).clone() for _, t in named])
 
@@ -251,16 +312,21 @@ def check_cost(cost: Any, batch: int) -> None:
 
 
 def attached(solved: Solved, gradient: JointGradient | None, report: Report) -> tuple[Tensor, Tensor, KKT]:
-    """Return the optimum as rows and its costs, with gradients for the samples that have finite ones, and its KKT."""
+    """Return the optimum as rows and its costs, with gradients where they are finite, and its KKT residuals."""
     joint = solved.problem.structure(Joint)
     assert joint is not None
-    solver, v = solved.solver, solved.z
+    solver, finite = solved.solver, torch.isfinite(solved.stats.residual)
     assert isinstance(solver, JointSolver)
+    if joint.constraint is not None and not bool(finite.all()):  # where x0 was not finite, x is 0 now
+        x = solved.z[:, joint.x]
+        x = torch.where(finite[:, None], x, joint.project(x))
+        solved.z = torch.cat([solved.z[:, : 2 * joint.n], x], dim=1)
+    v = solved.z
     if gradient is None:
         with torch.no_grad():
             cost = joint.costs(v)
     else:
-        finite = torch.isfinite(solved.stats.residual).nonzero().squeeze(1)
+        finite = finite.nonzero().squeeze(1)
         if len(finite) == len(v) or not joint.problem.gatherable:
             rows, cost = gradient.attach(joint, solved, report)
         elif len(finite):

@@ -47,6 +47,8 @@ class Check:
         return (self.cost - self.reported).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)
 
     def __str__(self) -> str:
+        if not len(self.cost):
+            return "an empty batch: nothing to check"
         return (
             f"cost at z*(x): mean {self.cost.mean():.4g}, reported {self.reported.mean():.4g}; relative difference "
             f"median {self.error.median():.1e}, worst {self.error.max():.1e}; z* solved for "

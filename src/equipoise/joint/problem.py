@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.gradients.implicit import gradients
 from equipoise.joint.constraints import Constraint
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.problem.problem import AnyStructure, FunctionProblem, Structure
@@ -37,6 +38,7 @@ class JointFunction:
 
     def __init__(self, inner: FunctionProblem, loss: Callable[..., Tensor], constraint: Constraint | None, select: str):
         self.inner, self.loss, self.constraint, self.select = inner, loss, constraint, select
+        self.first: First | None = None  # what is known at the start
 
     def __call__(self, v: Any, *inputs: Any) -> Any:
         (image, adjoint, descent), _ = self.with_cost(v, *inputs)
@@ -69,6 +71,22 @@ class JointFunction:
         return Joint(self, problem, self.inner, self.constraint) if kind is Joint else None  # type: ignore[return-value]
 
 
+@dataclass
+class First:
+    """F at the first v = (z, 0, x), from the evaluation that checks f and the loss."""
+
+    parts: Any  # (f, dl/dz, -dl/dx)
+    cost: Tensor
+
+    @classmethod
+    def of(cls, inner: FunctionProblem, rows: Tensor, x: Any, image: Tensor, cost: Tensor) -> First:
+        """Differentiate the loss, given its graph, at the leaves ``rows`` (of z) and ``x``."""
+        at = [rows, *tensors(x)]
+        adjoint, *gradient = gradients([cost], at, [torch.ones_like(cost)], create_graph=False)
+        parts = inner.unpack(image.detach()), inner.unpack(adjoint), rebuild(x, [-g for g in gradient])
+        return cls(parts, cost.detach())
+
+
 class JointProblem(FunctionProblem):
     """v = F(v) on rows (z, mu, x)."""
 
@@ -79,12 +97,26 @@ class JointProblem(FunctionProblem):
     @classmethod
     def of(cls, function: JointFunction, z: Any, x: Any, inputs: tuple[Any, ...]) -> JointProblem:
         inner = function.inner
-        mu = rebuild(z, [torch.zeros_like(t) for t in tensors(z)])
-        problem = cls(function, (z, mu, x), inputs, inner.samples, coupled=False)
+        problem = cls(function, (z, z, x), inputs, inner.samples, coupled=False)
         problem.scope, problem.autocast, problem.known_impure = inner.scope, inner.autocast, inner.known_impure
         for leaf, other in zip(problem.layout.leaves, 2 * inner.layout.leaves, strict=False):
             leaf.permutation = other.permutation
         return problem
+
+
+class LossProblem(FunctionProblem):
+    """The loss in the place of the f of another problem: its image is one column, the costs."""
+
+    called = "the loss"
+
+    @classmethod
+    def of(cls, loss: Callable[..., Tensor], inner: FunctionProblem, z: Any) -> LossProblem:
+        problem = cls(loss, z, inner.inputs, inner.samples, coupled=False)
+        problem.layout, problem.scope, problem.autocast = inner.layout, inner.scope, inner.autocast
+        return problem
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.call(self.unpack(rows))[:, None]
 
 
 class Joint(Structure):
@@ -99,21 +131,33 @@ class Joint(Structure):
         self.function, self.problem, self.inner, self.constraint = function, problem, inner, constraint
         self.costed = problem.replaced(f=function.with_cost)
         self.n = sum(leaf.numel for leaf in inner.layout.leaves)  # v = (z, mu, x) has n + n + d columns
+        self.widths = [self.n, self.n, sum(leaf.numel for leaf in problem.layout.leaves) - 2 * self.n]
         self.z, self.mu, self.x = slice(0, self.n), slice(self.n, 2 * self.n), slice(2 * self.n, None)
 
     def take(self, rows: Tensor, problem: FunctionProblem) -> Joint:
         constraint = None if self.constraint is None else self.constraint.take(rows)
         return Joint(self.function, problem, self.inner.take(rows), constraint)
 
+    def begin(self, v: Tensor) -> Evaluation:
+        """Return F and its parts at ``v``; the first v of all is evaluated already."""
+        first, self.function.first = self.function.first, None
+        if first is None:
+            return self.evaluate(v)
+        self.problem.count.add(len(v))
+        return self.entered(v, first.parts, first.cost)
+
     def evaluate(self, v: Tensor) -> Evaluation:
         """Return F and its parts at ``v``: one f, one loss, one vector-Jacobian product."""
-        parts, cost = self.costed.evaluate(self.problem.unpack(v))
+        return self.entered(v, *self.costed.evaluate(self.problem.unpack(v)))
+
+    def entered(self, v: Tensor, parts: Any, cost: Tensor) -> Evaluation:
+        """Return F and its parts at ``v`` in rows, given (f, J_z^T mu + dl/dz, -g) and the cost."""
         self.problem.count.products += 1
         image = self.problem.pack(parts)
-        gap = image.clone()
-        gap[:, : 2 * self.n] -= v[:, : 2 * self.n]
-        gradient = -gap[:, self.x]  # exact, where a difference of images would cancel
-        image[:, self.x] += v[:, self.x]
+        gap, descent = image - v, image[:, self.x]
+        gap[:, self.x] = descent  # exact, where a difference of images would cancel
+        gradient = -descent
+        descent.add_(v[:, self.x])
         return Evaluation(image, gap, gradient, cost.to(v.dtype))
 
     @functools.cached_property
@@ -133,8 +177,8 @@ class Joint(Structure):
 
     def costs(self, v: Tensor) -> Tensor:
         """Return the cost of each sample at ``v``."""
-        z, _, x = self.problem.unpack(v)
-        return self.problem.in_scope(self.function.loss, z, x, *self.problem.inputs)
+        inner = self.inference(v)
+        return inner.replaced(f=self.function.loss).call(inner.unpack(v[:, self.z]))
 
 
 @dataclass

@@ -1,13 +1,15 @@
 """Joint solvers: one iteration on v = (z, mu, x), with safeguards, and how its iterates are measured and selected.
 
-A solver proposes the next v; :class:`JointSolver` projects its x, evaluates it once, measures each block, and notes
-which samples prefer it to all iterates before. The loop is :mod:`equipoise.solvers.loop`.
+A solver proposes the next v; :class:`JointSolver` projects its x, evaluates it once, measures each block, and records
+which samples prefer it to all earlier iterates. The loop is :mod:`equipoise.solvers.loop`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from equipoise.joint.problem import Evaluation, Joint
 from equipoise.joint.steps import InputStep, Moments, as_step
 from equipoise.options import is_number, option, options
-from equipoise.problem.layout import relative_residual, row_norms, select
+from equipoise.problem.layout import largest_entries, relative_residual, row_norms, select
 from equipoise.problem.problem import DerivedProblem, Problem
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
 from equipoise.solvers.base import State
@@ -34,6 +36,9 @@ SHARE_OF_NEWTON = 0.2  # of the automatic step, relative to 1 / curvature
 MOVED = 0.1  # fraction of the radius that x has to move for its change of g to count
 FARTHEST = 0.35  # fraction of the radius that x moves at most in one step
 FAR = 0.1  # fraction of the radius that counts as a long move of x
+FLAT = 0.05  # share of an extrapolation that the radius allows, below which g is taken not to depend on x
+LEAP = 10.0  # growth of the step of x where g does not depend on x,
+STILL = 0.03  # and the residual of x is above this
 STALE = 20  # number of steps without progress after which long extrapolations of x must not lead uphill
 GROWTH = 10.0  # growth of its residual at which the history of a sample is dropped
 RIDGE = 1e-5  # regularisation of the system for gamma, relative to its diagonal
@@ -52,6 +57,7 @@ class JointState(State):
     cost: Tensor
     images: Tensor  # (batch, 2): norms of f and of J_z^T mu + dl/dz
     kkt: Tensor  # (batch, 3)
+    residual: Tensor  # the largest of kkt
     scale: Tensor  # (batch, 4): radius R, sum of |g|^2, largest norms of the images of z and mu
     origin: Tensor  # first x
     slopes: Tensor  # (batch, 12): the latest changes of g per change of x
@@ -64,8 +70,7 @@ class JointState(State):
     seen: int  # number of steps so far
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        residual = self.kkt.amax(dim=1)
-        return residual, torch.ones_like(residual)
+        return self.residual, torch.ones_like(self.residual)
 
     scaled_norms = norms
 
@@ -85,6 +90,11 @@ class JointSolver(Solver):
     needs = Joint
 
     @property
+    def moves_at_once(self) -> bool:
+        """Whether mu starts as dl/dz instead of 0, where g = dl/dx, since x takes a whole step in the first one."""
+        return False
+
+    @property
     @abstractmethod
     def rule(self) -> InputStep:
         """The step rule of x."""
@@ -95,7 +105,13 @@ class JointSolver(Solver):
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> JointState:
         joint = self.structure(problem, Joint)
-        return self.arrive(joint, z, joint.evaluate(z), None, self.rule.init(z[:, joint.x]), None)
+        first = joint.function.first is not None
+        at = joint.begin(z)
+        if first and self.moves_at_once:
+            z = torch.cat([z[:, joint.z], at.image[:, joint.mu], z[:, joint.x]], dim=1)
+            z = rounded(joint, z)
+            at = joint.evaluate(z)
+        return self.arrive(joint, z, at, None, self.rule.init(z[:, joint.x]), None)
 
     def step(self, problem: Problem, state: JointState) -> JointState:
         joint = self.structure(problem, Joint)
@@ -103,8 +119,8 @@ class JointSolver(Solver):
         v[:, joint.x] = joint.project(v[:, joint.x])
         v = rounded(joint, v)
         at = joint.evaluate(v)
-        lost = ~finite_rows(at.gap)
-        if bool(lost.any()):
+        finite = all_finite(at.gap) and all_finite(at.cost)
+        if not finite and bool((lost := ~(finite_rows(at.gap) & torch.isfinite(at.cost))).any()):
             # A step too far for f: stay at x, and move the others half as far as a plain step would.
             shorter = state.z.clone()
             shorter[:, : 2 * joint.n] += 0.25 * state.gap[:, : 2 * joint.n]
@@ -118,10 +134,10 @@ class JointSolver(Solver):
         self, joint: Joint, v: Tensor, at: Evaluation, before: JointState | None, moments: Moments, memory: Any
     ) -> JointState:
         """Return the state at ``v``, measured."""
-        x = v[:, joint.x]
-        energy, images = at.gradient.square().sum(dim=1), block_norms(joint, at.image)
-        peak = images
+        x, images, force = v[:, joint.x], block_norms(joint, at.image), row_norms(at.gradient)
+        energy, peak = force.square(), images
         if before is None:
+            require_squares(torch.cat([at.image[:, joint.mu], at.gradient], dim=1))
             seen, origin, radius = 0, x, torch.zeros_like(energy)
             slopes = v.new_zeros(len(v), SLOPES)
         else:
@@ -135,12 +151,10 @@ class JointSolver(Solver):
             moved = row_norms(x - before.z[:, joint.x])
             slope = row_norms(at.gradient - before.gradient) / moved
             # After a short move, g has changed with mu and z rather than with x.
-            slope = torch.where(torch.isfinite(slope) & (moved > MOVED * radius), slope, 0.0)
-            slopes = torch.cat([slope[:, None], before.slopes[:, :-1]], dim=1)
+            counts = (moved > MOVED * radius) & (slope < torch.inf)
+            slopes = torch.cat([slope.masked_fill_(~counts, 0.0)[:, None], before.slopes[:, :-1]], dim=1)
         scale = torch.cat([radius[:, None], energy[:, None], peak], dim=1)
-        # Within a set as small as R, no step leads far: the whole inverse of the curvature is allowed.
-        share = torch.full_like(radius, SHARE_OF_NEWTON).where(radius < joint.reach, 1.0)
-        automatic = torch.minimum(automatic_size(scale), share / slopes.amax(dim=1))
+        automatic = torch.minimum(automatic_size(scale), share_of_newton(joint, radius) / slopes.amax(dim=1))
         move = self.rule.move(at.gradient, automatic, seen, moments)
         size = torch.zeros_like(automatic) if move.size is None else move.size
         by, gap = move.by, at.gap
@@ -152,8 +166,9 @@ class JointSolver(Solver):
             if move.size is not None:
                 mapped = torch.where(acts & (size > 0)[:, None], by / size[:, None], gap[:, joint.x])
                 gap = torch.cat([gap[:, : 2 * joint.n], mapped], dim=1)
-        kkt = residuals(joint, x, block_norms(joint, at.gap), images, at.gradient, scale)
-        better, kept = prefer(joint.function.select, kkt, at.cost, before, seen)
+        kkt = residuals(joint, x, block_norms(joint, at.gap), images, at.gradient, force, scale)
+        rule, residual = joint.function.select, torch.where(torch.isfinite(at.cost), kkt.amax(dim=1), torch.nan)
+        better, kept = prefer(rule, kkt[:, 0] if rule == "feasible-cost" else residual, at.cost, before, seen)
         return JointState(
             v,
             at.image,
@@ -162,6 +177,7 @@ class JointSolver(Solver):
             at.cost,
             images,
             kkt,
+            residual,
             scale,
             origin,
             slopes,
@@ -181,8 +197,9 @@ class JointSolver(Solver):
         assert companion is not None
         joint = self.structure(problem, Joint)
         gap, x = image - z, z[:, joint.x]
-        norms = block_norms(joint, gap), block_norms(joint, image)
-        return Measured(z, image, residuals(joint, x, *norms, -gap[:, joint.x], companion[:, :SCALES]))
+        norms, gradient = (block_norms(joint, gap), block_norms(joint, image)), -gap[:, joint.x]
+        kkt = residuals(joint, x, *norms, gradient, row_norms(gradient), companion[:, :SCALES])
+        return Measured(z, image, kkt, kkt.amax(dim=1))
 
 
 @dataclass
@@ -190,6 +207,7 @@ class Measured(State):
     """An iterate with the relative residuals of its blocks."""
 
     kkt: Tensor
+    residual: Tensor
 
     norms = JointState.norms
     scaled_norms = JointState.norms
@@ -200,36 +218,64 @@ def rounded(joint: Joint, v: Tensor) -> Tensor:
     return joint.problem.pack(joint.problem.unpack(v)) if joint.problem.layout.coarse else v
 
 
+def require_squares(gradient: Tensor) -> None:
+    """Raise if the squares of all entries of the first gradient of the loss would underflow or overflow."""
+    limits, sizes = torch.finfo(gradient.dtype), largest_entries(gradient.nan_to_num(posinf=0.0, neginf=0.0))
+    largest = float(sizes.max()) if len(sizes) else 0.0
+    if largest and not 10 * limits.tiny**0.5 < largest < limits.max**0.5 / 10:
+        raise ValueError(
+            f"the gradient of the loss has entries up to {largest:.1e}, whose squares {gradient.dtype} cannot hold: "
+            "multiply the loss by a constant that brings it near 1, or use float64."
+        )
+
+
+def all_finite(rows: Tensor) -> bool:
+    """Return whether all entries are finite, in one pass; False too if their sum overflows."""
+    return math.isfinite(rows.sum())
+
+
 def finite_rows(rows: Tensor) -> Tensor:
     return torch.isfinite(rows.sum(dim=1))  # ten times faster than isfinite(rows).all(dim=1)
 
 
 def automatic_size(scale: Tensor) -> Tensor:
     """Return R / sqrt(sum of |g|^2), 0 where both are 0."""
-    return scale[:, 0] / scale[:, 1].sqrt().clamp(min=torch.finfo(scale.dtype).tiny)
+    return scale[:, 0] / scale[:, 1].clamp(min=torch.finfo(scale.dtype).tiny).sqrt()
 
 
 def block_norms(joint: Joint, rows: Tensor) -> Tensor:
     """Return the (batch, 2) norms of the z-block and the mu-block."""
+    if rows.stride(1) == 1:
+        return torch.linalg.vector_norm(rows[:, : 2 * joint.n].unflatten(1, (2, joint.n)), dim=2)
     return torch.stack([row_norms(rows[:, joint.z]), row_norms(rows[:, joint.mu])], dim=1)
 
 
-def residuals(joint: Joint, x: Tensor, gaps: Tensor, images: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+def share_of_newton(joint: Joint, radius: Tensor) -> Tensor | float:
+    """Return the largest automatic step, relative to 1 / curvature."""
+    if joint.constraint is None:
+        return SHARE_OF_NEWTON
+    # Within a set as small as R, no step leads far: the whole inverse of the curvature is allowed.
+    return torch.full_like(radius, SHARE_OF_NEWTON).where(radius < joint.reach, 1.0)
+
+
+def residuals(
+    joint: Joint, x: Tensor, gaps: Tensor, images: Tensor, gradient: Tensor, force: Tensor, scale: Tensor
+) -> Tensor:
     """Return the (batch, 3) relative residuals of z, mu and x, which do not depend on the units of anything.
 
     z and mu are relative to their images, x is the projected automatic step relative to R. A block that tends to zero,
     such as the mu of a loss that vanishes at the optimum, is relative to a small part of its largest image.
+
+    Args:
+        force: norms of ``gradient``.
     """
     images = torch.maximum(images, NEGLIGIBLE * scale[:, 2:])
-    if joint.constraint is None:
-        moved, reach = row_norms(gradient), scale[:, 1].sqrt()
-    else:
-        size = automatic_size(scale)
-        moved, reach = row_norms(joint.project(x - size[:, None] * gradient) - x), scale[:, 0]
+    moved, reach = force, scale[:, 1].sqrt()
+    if joint.constraint is not None:
         first = scale[:, 0] == 0  # no radius yet
-        moved, reach = (
-            torch.where(first, a, b) for a, b in ((row_norms(gradient), moved), (scale[:, 1].sqrt(), reach))
-        )
+        size = automatic_size(scale)
+        moved = row_norms(joint.project(x - size[:, None] * gradient) - x)
+        moved, reach = torch.where(first, force, moved), torch.where(first, reach, scale[:, 0])
     return relative_residual(torch.cat([gaps, moved[:, None]], dim=1), torch.cat([images, reach[:, None]], dim=1))
 
 
@@ -256,9 +302,8 @@ def first_radius(joint: Joint, v: Tensor, at: Evaluation, images: Tensor) -> Ten
     return torch.where(radius > 0, radius, 1.0)  # 0: the set is a single point
 
 
-def prefer(rule: str, kkt: Tensor, cost: Tensor, before: JointState | None, seen: int) -> tuple[Tensor, Tensor]:
+def prefer(rule: str, residual: Tensor, cost: Tensor, before: JointState | None, seen: int) -> tuple[Tensor, Tensor]:
     """Return which samples prefer this iterate, and the score, residual and nearness of what each prefers now."""
-    residual = kkt[:, 0] if rule == "feasible-cost" else kkt.amax(dim=1)
     near = residual < NEAR
     if before is None:
         return torch.ones_like(near), torch.stack([cost, residual, near.to(cost.dtype)], dim=1)
@@ -301,14 +346,14 @@ class History:
     gap: Tensor
     residual: Tensor
     lowest: Tensor  # residual of each sample so far
-    stale: Tensor  # number of steps since the residual was lowest, or an iterate preferred
+    since: Tensor  # number of differences when the residual was last lowest, or an iterate preferred
     seen: int  # number of differences so far
 
     @classmethod
     def empty(cls, state: JointState, memory: int) -> History:
         moves, changes = state.z.new_zeros(2, len(state.z), memory, state.z.shape[1])
         products = state.z.new_zeros(len(state.z), 3, memory, memory)
-        residual = state.kkt.amax(dim=1)
+        residual = state.residual
         return cls(moves, changes, products, state.z, state.gap, residual, residual, torch.zeros_like(residual), 0)
 
     def take(self, rows: Tensor) -> History:
@@ -325,15 +370,16 @@ class History:
 
 @options
 class JointAnderson(JointSolver):
-    """Anderson acceleration of the joint iteration, blocks scaled by their own norms so that nothing has to be tuned.
+    """Anderson acceleration of the joint iteration; blocks are scaled by their norms, so that nothing needs tuning.
 
     With S, Y the differences of v and of gaps G = F(v) - v over the last ``memory`` steps, gamma solves
     S^T W Y gamma = S^T W G (type I) or Y^T W Y gamma = Y^T W G (type II), and the next iterate is
     v - S gamma + D (G - Y gamma), with D = (1 - damping, step size of x). The weights W of the blocks are
     1 / |f|^2, 1 / |J_z^T mu + dl/dz|^2 and b / R^2, with b the step size and R the radius of x: so neither the units of
-    the loss nor those of x matter. A step is shortened to move x by at most about R / 3; x is projected after
-    extrapolation; a step that is not finite becomes a damped one at the same x; a sample whose residual grows tenfold
-    starts a new history; one without progress for 20 steps may not extrapolate x far uphill.
+    the loss nor those of x matter. A step is shortened to move x by at most about R / 3; where it would move x by more
+    than twenty times that, it becomes a damped one that moves x along -g; x is projected after extrapolation; a step
+    that is not finite becomes a damped one at the same x; a sample whose residual grows tenfold starts a new history;
+    one without progress for 20 steps may not extrapolate x far uphill.
 
     Args:
         memory: number of differences kept.
@@ -341,7 +387,7 @@ class JointAnderson(JointSolver):
         damping: weights of the current iterate for z and mu, in [0, 1); 0 is the plain step.
         step_size: step size of x: "auto", a number, or a rule such as ``NormalizedStep(0.1)``.
         extrapolate_x: whether acceleration also extrapolates x. None: True for "auto" and constant step sizes, False
-            for normalized, momentum and Adam steps, which then move x alone.
+            for normalized, momentum and Adam steps, which then move x alone; True needs a step along the gradient.
 
     Example:
         >>> eq.optimize_input(f, loss, x0, z0, target, solver=eq.JointAnderson(memory=5, step_size=0.01))
@@ -357,6 +403,13 @@ class JointAnderson(JointSolver):
 
     def __post_init__(self) -> None:
         check_joint(self)
+        if self.extrapolate_x and not self.rule.along_gradient:
+            raise ValueError(
+                f"JointAnderson.extrapolate_x is True and step_size {self.rule!r}, whose moves are not multiples of "
+                "the gradient, so that x would never move. Allowed then: 'auto', a number, ConstantStep, "
+                "NormalizedStep(norm='l2'). Otherwise omit extrapolate_x, or accelerate x by JointIteration("
+                "Anderson(kind=1), step_size=...)."
+            )
 
     @property
     def rule(self) -> InputStep:
@@ -366,56 +419,84 @@ class JointAnderson(JointSolver):
     def joins(self) -> bool:
         return self.rule.joins if self.extrapolate_x is None else self.extrapolate_x
 
+    @property
+    def moves_at_once(self) -> bool:
+        return not self.joins
+
     def propose(self, joint: Joint, state: JointState) -> tuple[Tensor, History]:
         history: History | None = state.memory
         if history is None:
-            step, history = self.mixed(joint, state, state.gap), History.empty(state, self.memory)
+            step, history = self.mixed(joint, state, state.gap.clone()), History.empty(state, self.memory)
         else:
             gamma = self.coefficients(joint, state, history)[:, None]
             filled = min(history.seen, self.memory)
             left = torch.baddbmm(state.gap[:, None], gamma, history.changes[:, :filled], alpha=-1)[:, 0]
             step = self.mixed(joint, state, left)
             step = torch.baddbmm(step[:, None], gamma, history.moves[:, :filled], alpha=-1)[:, 0]
+        move, radius = step[:, joint.x], state.scale[:, 0]
         if not self.joins:
-            step[:, joint.x] = state.by
-        length = row_norms(step[:, joint.x])
-        known = (length > 0) & (state.scale[:, 0] > 0)
-        share = torch.where(known, (FARTHEST * state.scale[:, 0] / length).clamp_(max=1.0), 1.0)
-        if self.joins and state.memory is not None:
-            step = self.downhill(joint, state, step, share)
-        v = torch.addcmul(state.z, share[:, None], step)
-        failed = ~finite_rows(step)
-        if bool(failed.any()):
-            plain = self.mixed(joint, state, state.gap)
+            move.copy_(state.by)
+        elif joint.constraint is not None:
+            move.masked_fill_(state.by == 0, 0.0)  # what the constraint holds is not extrapolated
+        if state.seen:
+            share = (FARTHEST * radius / row_norms(move)).clamp_(max=1.0)
+            if self.joins:
+                self.leap(joint, state, step, share)
+            if self.joins and history.seen >= STALE:
+                self.downhill(state, move, share)
+            v = torch.addcmul(state.z, share[:, None], step)
+        else:
+            v = state.z + step  # no radius yet
+        if not all_finite(step):
+            failed = ~finite_rows(step)
+            plain = self.mixed(joint, state, state.gap.clone())
             plain[:, joint.x] = 0
             v = torch.where(failed[:, None], state.z + plain, v)
         return v, history
 
-    def downhill(self, joint: Joint, state: JointState, step: Tensor, share: Tensor) -> Tensor:
+    def leap(self, joint: Joint, state: JointState, step: Tensor, share: Tensor) -> None:
+        """Replace extrapolations that move x by many radii: z and mu take plain steps, x a long one downhill.
+
+        They mean that g hardly depends on x, as where f and the loss are linear: then the extrapolation of x has no
+        meaning, not even its sign, and shortened to the radius it would hardly move z and mu.
+        """
+        flat = share < FLAT
+        if not bool(flat.any()):
+            return
+        plain, length = self.mixed(joint, state, state.gap.clone()), row_norms(state.by)
+        longer = torch.where(state.kkt[:, 2] > STILL, LEAP, 1.0)
+        longer = torch.minimum(longer, FARTHEST * state.scale[:, 0] / length.clamp(min=torch.finfo(length.dtype).tiny))
+        plain[:, joint.x] = state.by * longer[:, None]
+        step.copy_(torch.where(flat[:, None], plain, step))
+        share.masked_fill_(flat, 1.0)
+
+    def downhill(self, state: JointState, move: Tensor, share: Tensor) -> None:
         """Replace long extrapolations of x that lead uphill by plain steps, in samples that make no progress.
 
         Acceleration looks for any stationary point: where the cost curves downwards, it would go to a saddle point, and
         may wander around one. Early on, moves against g are useful, since g is inexact as long as mu is.
         """
-        length = share * row_norms(step[:, joint.x])
-        rise = (step[:, joint.x] * state.gradient).sum(dim=1)
-        uphill = (rise > 0) & (length > FAR * state.scale[:, 0]) & (state.memory.stale >= STALE)
+        stale = state.memory.since <= state.memory.seen - STALE
+        if not bool(stale.any()):
+            return
+        radius = state.scale[:, 0]
+        rise, length = (move * state.gradient).sum(dim=1), share * row_norms(move)
+        uphill = (rise > 0) & (length > FAR * radius) & stale
         if bool(uphill.any()):
-            plain = state.by * (FARTHEST * state.scale[:, 0] / row_norms(state.by)).clamp_(max=1.0)[:, None]
-            step[:, joint.x] = torch.where(uphill[:, None], plain / share[:, None], step[:, joint.x])
-        return step
+            plain = state.by * (FARTHEST * radius / row_norms(state.by)).clamp_(max=1.0)[:, None]
+            move.copy_(torch.where(uphill[:, None], plain / share[:, None], move))
 
     def mixed(self, joint: Joint, state: JointState, gap: Tensor) -> Tensor:
-        """Return D times a gap."""
-        step = gap.clone()
-        step[:, joint.z] *= 1 - self.damping[0]
-        step[:, joint.mu] *= 1 - self.damping[1]
-        step[:, joint.x] *= state.size[:, None]
-        return step
+        """Multiply a gap by D, in place."""
+        # On views: an augmented assignment to a slice would copy the result once more.
+        gap[:, joint.z].mul_(1 - self.damping[0])
+        gap[:, joint.mu].mul_(1 - self.damping[1])
+        gap[:, joint.x].mul_(state.size[:, None])
+        return gap
 
     def coefficients(self, joint: Joint, state: JointState, history: History) -> Tensor:
         """Return gamma, after entering the newest differences."""
-        residual = state.kkt.amax(dim=1)
+        residual = state.residual
         grew = residual > GROWTH * history.residual
         if bool(grew.any()):
             history.forget(grew)
@@ -425,33 +506,36 @@ class JointAnderson(JointSolver):
         torch.sub(state.z, history.v, out=history.moves[:, new])
         torch.sub(state.gap, history.gap, out=history.changes[:, new])
         history.v, history.gap, history.residual = state.z, state.gap, residual
-        history.stale = torch.where((residual < history.lowest) | state.better, 0.0, history.stale + 1)
+        history.since = history.since.masked_fill((residual < history.lowest) | state.better, history.seen)
         history.lowest = torch.minimum(residual, history.lowest)
-        left = history.moves if self.kind == 1 else history.changes
+        changes, widths = history.changes[:, :filled], joint.widths
+        left = history.moves[:, :filled] if self.kind == 1 else changes
         newest = torch.stack([history.changes[:, new], state.gap], dim=1)
-        rights = []
-        for i, block in enumerate((joint.z, joint.mu, joint.x)[: 3 if self.joins else 2]):
-            columns = torch.bmm(newest[:, :, block], left[:, :filled, block].mT)
-            history.products[:, i, :filled, new] = columns[:, 0]
-            rights.append(columns[:, 1])
-            if self.kind == 1:
-                columns = torch.bmm(left[:, new, None, block], history.changes[:, :filled, block].mT)
-            history.products[:, i, new, :filled] = columns[:, 0]
-        weights = block_weights(state)[:, : len(rights), None]
-        system = (weights[..., None] * history.products[:, : len(rights), :filled, :filled]).sum(dim=1)
-        right = (weights * torch.stack(rights, dim=1)).sum(dim=1)
+        k = 3 if self.joins else 2  # blocks of (z, mu, x) that take part
+        columns = inner_products(newest, left, widths, k)
+        rows = inner_products(history.moves[:, new : new + 1], changes, widths, k) if self.kind == 1 else columns
+        history.products[:, :k, :filled, new], history.products[:, :k, new, :filled] = columns[:, :, 0], rows[:, :, 0]
+        weights, products = block_weights(state)[:, None, :k], history.products[:, :k, :filled, :filled]
+        system = torch.bmm(weights, products.flatten(2)).view(-1, filled, filled)
+        right = torch.bmm(weights, columns[:, :, 1]).mT
         diagonal = system.diagonal(dim1=1, dim2=2)
         diagonal.mul_(1 + RIDGE).add_(diagonal == 0)
-        solution, failed = torch.linalg.solve_ex(system, right[:, :, None])
+        solution, failed = torch.linalg.solve_ex(system, right)
         return solution[:, :, 0].masked_fill_((failed != 0)[:, None], torch.nan)
+
+
+def inner_products(a: Tensor, b: Tensor, widths: Sequence[int], count: int) -> Tensor:
+    """Return the products a_i . b_j in each of the first blocks of columns, (batch, count, len(a_i), len(b_j))."""
+    blocks = zip(a.split(widths, dim=2)[:count], b.split(widths, dim=2), strict=False)
+    return torch.stack([torch.bmm(left, right.mT) for left, right in blocks], dim=1)
 
 
 def block_weights(state: JointState) -> Tensor:
     """Return the weights of z, mu and x in inner products."""
-    tiny = torch.finfo(state.z.dtype).tiny
-    images = state.images.square().clamp(min=tiny).reciprocal()
-    inputs = state.size / state.scale[:, 0].square().clamp(min=tiny)
-    return torch.cat([images, inputs[:, None]], dim=1)
+    norms = torch.cat([state.images, state.scale[:, :1]], dim=1)
+    weights = norms.square_().clamp_(min=torch.finfo(norms.dtype).tiny).reciprocal_()
+    weights[:, 2].mul_(state.size)
+    return weights
 
 
 @options

@@ -27,6 +27,11 @@ class InputStep(ABC):
 
     joins: ClassVar[bool] = False
 
+    @property
+    def along_gradient(self) -> bool:
+        """Whether all moves are multiples of g, the only ones that JointAnderson can extrapolate."""
+        return self.joins
+
     def init(self, x: Tensor) -> Moments:
         return ()
 
@@ -102,6 +107,10 @@ class NormalizedStep(InputStep):
     later: float | None = option(default=None, above=0.0, optional=True)
     after: int = option(default=65, at_least=1, whole=True)
     norm: str = option(default="l2", among=("l2", "linf"))
+
+    @property
+    def along_gradient(self) -> bool:
+        return self.norm == "l2"
 
     def move(self, gradient: Tensor, automatic: Tensor, count: int, moments: Moments) -> Move:
         length = scheduled(self.length, self.later, self.after, count)

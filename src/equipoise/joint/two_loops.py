@@ -6,7 +6,7 @@ as possible: f is evaluated once with a graph, which the loss, the adjoint and t
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -23,13 +23,22 @@ from equipoise.solvers.loop import solve
 from equipoise.tolerance import Tolerance
 
 
+@options
 class TwoLoops(JointSolver):
     """Each step moves x by a rule, solves for z and then for mu at the new x, and evaluates the gradient."""
 
-    solver: Solver
-    tolerance: Tolerance
-    adjoint: Tolerance
-    warm: bool
+    _: KW_ONLY
+    warm: bool = option(default=True, kind=bool)
+    solver: Solver = option(default=Anderson(), kind=Solver)
+    tolerance: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=18), kind=Tolerance)
+    adjoint: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=20), kind=Tolerance)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.solver, JointSolver):
+            raise TypeError(
+                f"{type(self).__name__}.solver is {self.solver!r}; it solves z = f(z, x) at every step, so it must be "
+                "a solver of the core, such as equipoise.Anderson()."
+            )
 
     def init(self, problem: Problem, z: Tensor, image: Tensor) -> JointState:
         joint = self.structure(problem, Joint)
@@ -68,7 +77,7 @@ class TwoLoops(JointSolver):
         return v, Evaluation(whole, gap, gradient, cost.detach().to(v.dtype))
 
 
-@dataclasses.dataclass
+@dataclass
 class Start:
     """The initial v, from which cold solves start."""
 
@@ -94,10 +103,6 @@ class AdamInput(TwoLoops):
     """
 
     lr: float = option(default=0.1, above=0.0)
-    warm: bool = option(default=True, kind=bool)
-    solver: Solver = option(default=Anderson(), kind=Solver)
-    tolerance: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=18), kind=Tolerance)
-    adjoint: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=20), kind=Tolerance)
 
     @property
     def rule(self) -> InputStep:
@@ -119,10 +124,6 @@ class PGDInput(TwoLoops):
     """
 
     length: float = option(default=0.2, above=0.0)
-    warm: bool = option(default=True, kind=bool)
-    solver: Solver = option(default=Anderson(), kind=Solver)
-    tolerance: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=18), kind=Tolerance)
-    adjoint: Tolerance = option(default=Tolerance(relative=1e-2, max_steps=20), kind=Tolerance)
 
     @property
     def rule(self) -> InputStep:

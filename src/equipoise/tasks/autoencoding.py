@@ -14,16 +14,14 @@ from torch import Tensor, nn
 
 from equipoise.models.generator.autoencoder import Autoencoder, VariationalAutoencoder
 from equipoise.options import require
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import rows_of_images
+from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
 from equipoise.tasks.latent_vectors import squared_error
+from equipoise.tasks.reconstruction import SHOWN, Reconstruction, reconstructions, totals
 from equipoise.tasks.wrapped import inside, unwrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-SHOWN = 8  # test images in a figure
 
 
 def autoencoder_in(model: nn.Module) -> Autoencoder:
@@ -37,7 +35,7 @@ def autoencoder_in(model: nn.Module) -> Autoencoder:
     return model
 
 
-class Autoencoding(Task):
+class Autoencoding(Reconstruction):
     """Reconstruct images from the latent vectors that an encoder gives.
 
     The loss of an image y of n numbers in [-1, 1] with the latent vector x is (||y - h(x)||^2 + beta / 2 ||x||^2) / n.
@@ -52,15 +50,12 @@ class Autoencoding(Task):
     """
 
     best_metric = "loss"
+    reported = ("psnr", "ssim", "square of x", "loss")
     best_is_largest = False
 
     def __init__(self, beta: float = 0.0):
         self.beta = beta
         require(self, "beta", at_least=0)
-
-    def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        images, *rest = super().prepare(batch, dtype)
-        return 2 * images - 1, *rest
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         truth = batch[0]
@@ -72,7 +67,8 @@ class Autoencoding(Task):
 
         errors, squares = inside(model, autoencoder_in(model), forward)
         losses = self.losses(errors, squares, truth)
-        return losses.mean(), self.sums(losses.detach(), squares.detach(), {"psnr": psnr_of_error(errors.detach())})
+        quality = {"psnr": psnr_of_error(errors.detach())}
+        return losses.mean(), totals({**quality, "square of x": squares.detach(), "loss": losses.detach()})
 
     def losses(self, errors: Tensor, squares: Tensor, truth: Tensor) -> Tensor:
         return errors + self.beta / 2 * squares / truth[0].numel()
@@ -82,15 +78,8 @@ class Autoencoding(Task):
         x = autoencoder.codes(truth)
         images, squares = autoencoder.decoder(x), x.square().sum(dim=1)
         quality = {"psnr": psnr(images, truth), "ssim": ssim(images, truth)}
-        return self.sums(self.losses(squared_error(images, x, truth), squares, truth), squares, quality)
-
-    def sums(self, losses: Tensor, squares: Tensor, quality: dict[str, Tensor]) -> Sums:
-        values = {**quality, "square of x": squares, "loss": losses}
-        return {"samples": torch.tensor(len(losses)), **{name: part.double().sum() for name, part in values.items()}}
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        names = [name for name in ("psnr", "ssim", "square of x", "loss") if name in sums]
-        return {name: sums[name].item() / sums["samples"].item() for name in names}
+        losses = self.losses(squared_error(images, x, truth), squares, truth)
+        return totals({**quality, "square of x": squares, "loss": losses})
 
     def pictures(
         self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
@@ -98,8 +87,4 @@ class Autoencoding(Task):
         truth = next(batches())[0][:SHOWN]
         with torch.no_grad():
             images = autoencoder_in(model)(truth)
-        captions = [f"{ratio:.1f} dB" for ratio in psnr(images, truth).tolist()]
-        yield (
-            "Reconstructions of test images",
-            rows_of_images([("given", truth), ("reconstructed", images)], captions),
-        )
+        yield reconstructions(truth, images, psnr(images, truth))

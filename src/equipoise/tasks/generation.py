@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from equipoise.models.generator.model import Generator
 from equipoise.options import require
 from equipoise.stability import jacobian_penalty
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import image_grid, rows_of_images, shown
-from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
+from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.drawing import image_grid, shown
+from equipoise.tasks.image_quality import psnr, ssim
 from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 from equipoise.tasks.low_frequencies import low_frequencies
 from equipoise.tasks.random_iterate import RandomIterate
+from equipoise.tasks.reconstruction import SHOWN, Reconstruction, error_sums, reconstructions, totals
 from equipoise.tasks.wrapped import inside, unwrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 8  # images in a figure
 GRADIENTS = ("implicit", "envelope")
 LATENTS = ("optimised", "frequencies")
 
@@ -42,7 +42,7 @@ def equilibrium_in(model: nn.Module) -> Generator:
     return generator
 
 
-class Generation(Task):
+class Generation(Reconstruction):
     """Reconstruct images from latent vectors found by joint optimisation.
 
     Args:
@@ -61,6 +61,7 @@ class Generation(Task):
     """
 
     best_metric = "psnr"
+    reported = ("psnr", "ssim", "loss", "penalty")
 
     def __init__(
         self,
@@ -79,10 +80,6 @@ class Generation(Task):
         require(self, "gradient", among=GRADIENTS)
         require(self, "latents", among=LATENTS)
         require(self, "jacobian", at_least=0)
-
-    def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        images, *rest = super().prepare(batch, dtype)
-        return 2 * images - 1, *rest
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         images, generator = batch[0], equilibrium_in(model)
@@ -110,28 +107,17 @@ class Generation(Task):
 
         costs = inside(model, generator, forward)
         cost = costs[: len(images)]
-        sums = self.sums(cost.detach())
+        sums = error_sums(cost.detach())
         if not self.jacobian:
             return cost.mean(), sums
         return cost.mean() + self.jacobian * costs[-1], {**sums, "penalty": costs[-1].detach() * len(images)}
-
-    def sums(self, errors: Tensor) -> Sums:
-        ratios = psnr_of_error(errors)
-        return {"samples": torch.tensor(len(errors)), "loss": errors.double().sum(), "psnr": ratios.sum()}
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         generator, truth = generator_in(model), batch[0]
         optimum = fit(generator, squared_error, truth, steps=self.steps)
         images = generator(optimum.x, z0=optimum.z)  # at z*(x), not at the z of the last joint step
-        return {
-            **self.sums(squared_error(images, optimum.x, truth)),
-            "psnr": psnr(images, truth).double().sum(),
-            "ssim": ssim(images, truth).double().sum(),
-        }
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        names = [name for name in ("psnr", "ssim", "loss", "penalty") if name in sums]
-        return {name: sums[name].item() / sums["samples"].item() for name in names}
+        loss = squared_error(images, optimum.x, truth)
+        return totals({"loss": loss, "psnr": psnr(images, truth), "ssim": ssim(images, truth)})
 
     def pictures(
         self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
@@ -140,14 +126,7 @@ class Generation(Task):
         with torch.no_grad():
             latents = fit(generator, squared_error, truth, steps=self.steps).x
             images = generator(latents)
-            ratios = psnr(images, truth)
-            yield (
-                "Reconstructions of test images",
-                rows_of_images(
-                    [("given", truth[:SHOWN]), ("reconstructed", images[:SHOWN])],
-                    [f"{ratio:.1f} dB" for ratio in ratios[:SHOWN].tolist()],
-                ),
-            )
+            yield reconstructions(truth, images, psnr(images, truth))
             weight = torch.linspace(0, 1, SHOWN, device=truth.device)[:, None]
             between = torch.cat([generator((1 - weight) * latents[i] + weight * latents[i + 1]) for i in (0, 2, 4)])
             yield (

@@ -31,6 +31,7 @@ from equipoise.tasks.medians import DECIBELS, SIMILARITY
 from equipoise.tasks.physics import LinearPhysics, Mask
 from equipoise.tasks.plain_restoration import restore_plainly
 from equipoise.tasks.random_iterate import RandomIterate
+from equipoise.tasks.reconstruction import error_sums
 from equipoise.tasks.restore_images import (
     Restored,
     as_images,
@@ -157,7 +158,7 @@ class Restoration(Task):
 
             def direct(network: Autoencoder) -> Tensor:
                 errors = squared_error(network(as_images(y, physics, network.shape)), y, truth)
-                sums.update(self.generation.sums(errors.detach()))
+                sums.update(error_sums(errors.detach()))
                 return errors.mean()
 
             return inside(model, network, direct), sums
@@ -165,7 +166,7 @@ class Restoration(Task):
         def forward(generator: Generator) -> Tensor:
             images, x, iterate = self.differentiable(generator, y, physics)
             errors = squared_error(images, x, truth)
-            sums.update(self.generation.sums(errors.detach()))
+            sums.update(error_sums(errors.detach()))
             if not weight:
                 return errors.mean()
             penalty = jacobian_penalty(generator.f, iterate.z, iterate.x, probes=self.generation.probes)

@@ -136,7 +136,12 @@ def check_measurements(generator: Decoder, y: Tensor, physics: Physics) -> None:
     if not isinstance(y, Tensor) or not y.is_floating_point() or not y.dim():
         given = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
         raise TypeError(f"y is {given}; it must be a floating-point tensor of measurements, batch first.")
+    own = next((parameter.dtype for parameter in generator.parameters()), y.dtype)
+    if y.dtype != own and not torch.is_autocast_enabled(y.device.type):
+        raise TypeError(f"y is {y.dtype}, the generator {own}: convert one of them, as by y.to({own}).")
     expected = physics.A(y.new_zeros(len(y), *generator.shape))
+    if not isinstance(expected, Tensor):
+        raise TypeError(f"the physics maps images to {expected!r}; A(x) must return a tensor of measurements.")
     if expected.shape != y.shape:
         raise ValueError(
             f"y has shape {tuple(y.shape)}; the physics maps images {(len(y), *generator.shape)} of this generator to "

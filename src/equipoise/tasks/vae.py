@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from equipoise.models.generator.autoencoder import VariationalAutoencoder
 from equipoise.models.parts.gaussians import divergence, draw
 from equipoise.options import require
-from equipoise.tasks.base import Batch, Sums, Task
-from equipoise.tasks.drawing import image_grid, rows_of_images, shown
+from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.drawing import image_grid, shown
 from equipoise.tasks.image_quality import psnr, psnr_of_error, ssim
 from equipoise.tasks.latent_vectors import squared_error
+from equipoise.tasks.reconstruction import SHOWN, Reconstruction, reconstructions, totals
 from equipoise.tasks.wrapped import inside, unwrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 8  # test images in a figure
 DRAWN = 24  # samples in a figure
 SEED = 0  # of the samples in a figure
 
@@ -41,7 +41,7 @@ def vae_in(model: nn.Module) -> VariationalAutoencoder:
     return model
 
 
-class VAE(Task):
+class VAE(Reconstruction):
     """Maximise the evidence lower bound of images: reconstruct them from latent vectors close to N(0, I).
 
     The loss of an image y of n numbers in [-1, 1] is (||y - h(z*)||^2 + beta KL) / n, with z* the equilibrium of the
@@ -61,15 +61,12 @@ class VAE(Task):
     """
 
     best_metric = "loss"
+    reported = ("psnr", "ssim", "kl", "loss")
     best_is_largest = False
 
     def __init__(self, beta: float = 1.0):
         self.beta = beta
         require(self, "beta", at_least=0)
-
-    def prepare(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        images, *rest = super().prepare(batch, dtype)
-        return 2 * images - 1, *rest
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         truth = batch[0]
@@ -83,7 +80,7 @@ class VAE(Task):
         errors, divergences = inside(model, vae_in(model), forward)
         losses = errors + self.beta * divergences / truth[0].numel()
         quality = {"psnr": psnr_of_error(errors.detach())}
-        return losses.mean(), self.sums(losses.detach(), divergences.detach(), quality)
+        return losses.mean(), totals({**quality, "kl": divergences.detach(), "loss": losses.detach()})
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         vae, truth = vae_in(model), batch[0]
@@ -91,15 +88,7 @@ class VAE(Task):
         images, divergences = vae.decoder(mean), divergence(mean, log_variance)
         losses = squared_error(images, mean, truth) + self.beta * divergences / truth[0].numel()
         quality = {"psnr": psnr(images, truth), "ssim": ssim(images, truth)}
-        return self.sums(losses, divergences, quality)
-
-    def sums(self, losses: Tensor, divergences: Tensor, quality: dict[str, Tensor]) -> Sums:
-        values = {**quality, "kl": divergences, "loss": losses}
-        return {"samples": torch.tensor(len(losses)), **{name: part.double().sum() for name, part in values.items()}}
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        names = [name for name in ("psnr", "ssim", "kl", "loss") if name in sums]
-        return {name: sums[name].item() / sums["samples"].item() for name in names}
+        return totals({**quality, "kl": divergences, "loss": losses})
 
     def pictures(
         self, model: nn.Module, batches: Callable[[], Iterator[Batch]], sums: Sums
@@ -107,8 +96,6 @@ class VAE(Task):
         vae, truth = vae_in(model), next(batches())[0][:SHOWN]
         with torch.no_grad():
             images = vae(truth)
-            captions = [f"{ratio:.1f} dB" for ratio in psnr(images, truth).tolist()]
-            rows = [("given", truth), ("reconstructed", images)]
-            yield "Reconstructions of test images", rows_of_images(rows, captions)
+            yield reconstructions(truth, images, psnr(images, truth))
             x = torch.randn(DRAWN, vae.latent, generator=torch.Generator().manual_seed(SEED)).to(truth)
             yield "Samples from the prior", image_grid([(image, "") for image in shown(vae.decoder(x))])
