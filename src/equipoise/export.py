@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.options import require_number
 from equipoise.problem.layout import leaves, rebuild
@@ -17,6 +17,7 @@ from equipoise.registry import MissingPackage
 from equipoise.solvers import Solver
 
 if TYPE_CHECKING:
+    from equipoise.lab.results.trained import Trained
     from equipoise.lab.runs.folder import Run
     from equipoise.lab.runs.machine import Machine
     from equipoise.onnx.file import Exported
@@ -80,13 +81,13 @@ def export(
             "equipoise.FixedSteps and save what torch.export.export returns."
         )
     require_number("steps", steps, at_least=1, whole=True, optional=True)
-    require_number("opset", opset, at_least=18, whole=True, optional=True)
     if solver is not None and not isinstance(solver, Solver):
         raise TypeError(f"solver is {solver!r}; it must be an object such as equipoise.Anderson(memory=5), or None.")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise MissingPackage(
             f"export needs {' and '.join(missing)}, not installed here: pip install 'equipoise[onnx]'.", name=missing[0]
         )
+    require_number("opset", opset, at_least=18, at_most=newest_opset(), whole=True, optional=True)
     example = several(example if isinstance(example, tuple) else (example,))
 
     from equipoise.onnx.file import write
@@ -94,6 +95,12 @@ def export(
 
     traceable = Traceable(model, example, steps, solver, statistics)
     return write(path, traceable, example, {**traceable.facts(), **(metadata or {})}, opset)
+
+
+def newest_opset() -> int:
+    from onnx.defs import onnx_opset_version
+
+    return onnx_opset_version()
 
 
 def several(example: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -117,6 +124,8 @@ def export_run(
 ) -> tuple[Exported, Agreement | None]:
     """Export the model of a run; the file takes what the run's model takes, such as images in [0, 1].
 
+    The file of a generator takes latent vectors; it is checked on vectors drawn as ``equipoise sample`` draws them.
+
     Args:
         weights: "best" or "last".
         solver: name of the solver of every layer; None for the run's own.
@@ -125,24 +134,48 @@ def export_run(
         options: ``steps``, ``statistics`` and ``opset`` of :func:`export`.
     """
     from equipoise.lab.recipes.build import MODEL_SECTIONS, SOLVERS, USE_SECTIONS
-    from equipoise.lab.results.trained import open_trained, samples_of
-    from equipoise.lab.training.evaluate import prepared
+    from equipoise.lab.results.trained import open_trained
 
     trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task") if check is None else USE_SECTIONS)
-    facts = trained.facts
-    samples = None if check is None else samples_of(run, trained, folders, "test", check)
+    example = example_of(run, trained)
+    samples = None if check is None else inputs_of(run, trained, check, weights, folders)
     metadata = {
         "recipe": trained.recipe.title,
         "data": trained.recipe.data.name,
-        "classes": json.dumps(list(facts["class_names"])),
+        "classes": json.dumps(list(trained.facts["class_names"])),
         "weights": trained.file.name,
     }
-    dtype = next(trained.model.parameters()).dtype
-    example = torch.rand(2, *facts["shape"], dtype=dtype)
     chosen = None if solver is None else SOLVERS[solver]()
     exported = export(trained.model, out, example, solver=chosen, metadata=metadata, **options)
-    if samples is None:
-        return exported, None
+    return exported, None if samples is None else exported.check(samples)
+
+
+def example_of(run: Run, trained: Trained) -> Tensor:
+    """Return an example of what the model of a run takes; raise RunError if no graph can express what it does."""
+    from equipoise.lab.runs.folder import RunError
+    from equipoise.models.generator.decoder import Decoder
+    from equipoise.tasks.episodes import EpisodeTask
+
+    if isinstance(trained.task, EpisodeTask):
+        raise RunError(
+            f"{run} learns the classes of a task from a few labelled images before it answers, with a number of "
+            "operations that depends on them: it cannot be exported."
+        )
+    dtype = next(trained.model.parameters()).dtype
+    if isinstance(trained.model, Decoder):
+        return torch.randn(2, trained.model.latent, dtype=dtype)
+    return torch.rand(2, *trained.facts["shape"], dtype=dtype)
+
+
+def inputs_of(run: Run, trained: Trained, count: int, weights: str, folders: Sequence[Path]) -> Iterator[Tensor]:
+    """Return batches of what the model of a run takes: test images, or latent vectors for a generator."""
+    from equipoise.lab.results.sample import drawn_latents
+    from equipoise.lab.results.trained import samples_of
+    from equipoise.lab.training.evaluate import prepared
+    from equipoise.models.generator.decoder import Decoder
+
     size = trained.recipe.training.evaluation_batch_size
-    batches = (batch[0] for batch in prepared(samples, trained.task, trained.setting, size))
-    return exported, exported.check(batches)
+    if isinstance(trained.model, Decoder):
+        return iter(drawn_latents(run, trained, count, weights=weights, folders=folders)[0].split(size))
+    samples = samples_of(run, trained, folders, "test", count)
+    return (batch[0] for batch in prepared(samples, trained.task, trained.setting, size))

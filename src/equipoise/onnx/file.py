@@ -17,7 +17,7 @@ from equipoise.lab.files import whole
 from equipoise.models.parts.context_managers import changed, evaluating
 from equipoise.onnx.session import Agreement, Rows, Session, as_rows, compare
 from equipoise.onnx.traced import BATCH, Traceable, numbered
-from equipoise.onnx.tracing import ExportError, tracing
+from equipoise.onnx.tracing import ExportError, exact, tracing
 from equipoise.problem.layout import leaves, rebuild
 from equipoise.solvers import Solver
 
@@ -54,7 +54,7 @@ class Exported:
 
         reference = solved(model.model, model.solver) if model.steps is None else steps_taken
         batches = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
-        return compare(reference, Session(self.path), batches)
+        return compare(reference, Session(self.path).rows, batches)
 
     def __str__(self) -> str:
         def listed(values: dict[str, tuple[Any, ...]]) -> str:
@@ -84,6 +84,11 @@ def solved(model: nn.Module, solver: Solver | None = None) -> Any:
 def write(path: Path, model: Traceable, example: tuple[Any, ...], facts: dict[str, str], opset: int | None) -> Exported:
     """Write a model with these facts as metadata, unless the file's outputs for the example are wrong."""
     program = converted(model, example, opset)
+    if opset not in (None, made := program.graph.opset_imports[""]):
+        raise ExportError(
+            f"opset is {opset}; torch's exporter cannot convert this {type(model.model).__name__} to it, and made "
+            f"{made}: leave it out, or choose another."
+        )
     program.producer_name, program.producer_version = "equipoise", equipoise.__version__
     program.metadata_props.update(facts)
     with whole(path) as part:
@@ -104,7 +109,7 @@ def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> 
     model.trace()
     with tracing(type(model.model).__name__):
         # Not left to torch.onnx.export, which would silently fix a batch size that the model turns out to depend on.
-        traced = torch.export.export(model, example, dynamic_shapes=shapes(BATCH))
+        traced = exact(torch.export.export(model, example, dynamic_shapes=shapes(BATCH)))
         program: Any = torch.onnx.export(
             traced,
             dynamo=True,
@@ -112,11 +117,26 @@ def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> 
             input_names=numbered("input", len(leaves(example, "example"))),
             output_names=model.output_names(),
             opset_version=opset,
+            custom_translation_table={torch.ops.aten.scalar_tensor.default: number} if wide(example) else None,
             verbose=False,
         )
     passes.DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)  # weights are used in and before the loop
     passes.ClearMetadataAndDocStringPass()(program.model)  # stack traces of every node
     return program.model
+
+
+def wide(example: tuple[Any, ...]) -> bool:
+    """Return whether a model computes in float64, as its example does."""
+    return any(tensor.dtype == torch.float64 for _, tensor in leaves(example, "example"))
+
+
+def number(s: float, dtype: int = 1, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    """Write a number of a graph exactly; torch's exporter rounds it to float32 first."""
+    import onnx_ir
+    from onnxscript import opset18
+
+    value: Any = onnx_ir.tensor(s, dtype=onnx_ir.DataType(dtype))  # the exporter's own kind of tensor
+    return opset18.Constant(value=value)
 
 
 def save(program: Any, path: Path) -> Session:

@@ -1,7 +1,7 @@
 """The solvers as static graphs: their states are tuples of tensors of fixed shapes, and a step has no branches.
 
-A graph cannot grow a history or index it by a number that changes, so the histories of Anderson and Broyden start as
-zeros, which have no effect, and a step writes its entry by a mask. The iterates are those of the solvers in
+A graph cannot grow a history, nor index it by a number that changes. So the histories of Anderson and Broyden start as
+zeros, which have no effect, and a step writes its entry through a mask. The iterates are those of the solvers in
 :mod:`equipoise.solvers` up to rounding.
 """
 
@@ -35,7 +35,7 @@ SplitOptions = TypeVar("SplitOptions", bound=SplittingSolver)
 
 
 class Method(ABC, Generic[Options]):
-    """A solver in this form. The first two tensors of a state are z and f(z), as rows.
+    """A solver as a static graph. The first two tensors of a state are z and f(z), as rows.
 
     Args:
         solver: its options.
@@ -59,7 +59,7 @@ class Method(ABC, Generic[Options]):
         return tuple(tensor for _, tensor in leaves(problem.inputs, "inputs"))
 
     def bound(self, inputs: Tensors, batch: int) -> FunctionProblem:
-        """Return the problem of a batch of this size with what :meth:`inputs` returned of another one."""
+        """Return the problem for a batch of this size, with the result of :meth:`inputs` for another problem."""
         return self.sized(batch).replaced(inputs=rebuild(self.problem.inputs, inputs))
 
     def sized(self, batch: int) -> FunctionProblem:
@@ -89,6 +89,11 @@ class PicardMethod(Method[Picard]):
 
 class AndersonMethod(Method[Anderson]):
     """Anderson acceleration; see :class:`~equipoise.solvers.anderson.Anderson` for the equations."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, str]]] = {
+        "history": ("full", "a graph stores its differences in full precision"),
+        "compile": (False, "a graph has nothing to compile"),
+    }
 
     def start(self, problem: FunctionProblem, z: Tensor) -> Tensors:
         (batch, n), memory = z.shape, self.solver.memory
@@ -122,7 +127,7 @@ class AndersonMethod(Method[Anderson]):
         return new, new_image, left, moves, torch.where(here, column[:, :, None], gram)
 
     def weights(self, gram: Tensor, right: Tensor) -> Tensor:
-        """Return gamma, as :meth:`~equipoise.solvers.anderson.Anderson.weights` does."""
+        """Return gamma, as :func:`~equipoise.solvers.base.extrapolation_weights` does."""
         ridge = 100 * torch.finfo(gram.dtype).eps if self.solver.ridge is None else self.solver.ridge
         diagonal = gram.diagonal(dim1=1, dim2=2)
         wanted = diagonal * (1 + ridge) + (diagonal == 0).to(gram.dtype)

@@ -82,22 +82,19 @@ class Agreement:
         return text if self.same_steps == 1 else f"{text}, elsewhere by at most {self.elsewhere:.1e}"
 
 
-def compare(reference: Callable[..., Rows], session: Session, batches: Iterable[tuple[Any, ...]]) -> Agreement:
-    """Compare an exported file with a reference on batches of arguments."""
-    expected, given, same = [], [], []
+def compare(
+    reference: Callable[..., Rows], candidate: Callable[..., Rows], batches: Iterable[tuple[Any, ...]]
+) -> Agreement:
+    """Compare an exported file, ``Session(path).rows``, or another program with a reference on batches of arguments."""
+    gaps, same, largest = [], [], 0.0  # of each sample, so that outputs as large as images need no memory
     for batch in batches:
-        (wanted, steps), (found, taken) = reference(*batch), session.rows(*batch)
-        expected.append(wanted)
-        given.append(found)
+        (wanted, steps), (found, taken) = reference(*batch), candidate(*batch)
+        gaps.append((wanted - found).abs().amax(dim=1))
         alike = torch.ones(len(wanted), dtype=torch.bool)
         same.append(alike if steps is None or taken is None else (steps == taken).all(dim=1))
+        largest = max(largest, float(wanted.abs().max()))
     if not same:
         raise ValueError("there are no samples to compare on.")
-    outputs, agree = torch.cat(expected), torch.cat(same)
-    gaps = (outputs - torch.cat(given)).abs().amax(dim=1)
-
-    def largest(values: Tensor) -> float:
-        return float(values.max()) if len(values) else 0.0
-
-    share = float(agree.double().mean())
-    return Agreement(len(agree), share, largest(gaps[agree]), largest(gaps[~agree]), largest(outputs.abs()))
+    gap, agree = torch.cat(gaps), torch.cat(same)
+    difference, elsewhere = (float(part.max()) if len(part) else 0.0 for part in (gap[agree], gap[~agree]))
+    return Agreement(len(agree), float(agree.double().mean()), difference, elsewhere, largest)

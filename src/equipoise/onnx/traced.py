@@ -20,10 +20,11 @@ from equipoise.onnx.methods import Method, Tensors, method_of
 from equipoise.onnx.session import as_rows
 from equipoise.onnx.tracing import ExportError, tracing
 from equipoise.operators.splitting import MonotoneProblem
+from equipoise.problem.captures import other_than
+from equipoise.problem.independence import mixes_samples
 from equipoise.problem.layout import leaves
 from equipoise.problem.problem import FunctionProblem, initial_value
 from equipoise.problem.scope import Scope
-from equipoise.solution import Result
 from equipoise.solvers import Solver
 
 STATISTICS = ("steps", "residual", "result")  # outputs about every solve, per sample
@@ -40,16 +41,28 @@ class Call:
                 f"{name} has coupled=True, which solves the whole batch as one problem: it cannot be exported with a "
                 "free batch size. Export equipoise.FixedSteps(layer, steps) with torch.onnx.export instead."
             )
+        if layer.aux:
+            raise NotImplementedError(f"{name} has aux=True, and an exported solve returns only z: use an f that does.")
+        if layer.gradient.decides_value:
+            raise NotImplementedError(
+                f"{name} has gradient={layer.gradient!r}, which takes its steps in place of a solve, and only solves "
+                "are exported: set its gradient to equipoise.ImplicitGradient(), whose value is the equilibrium."
+            )
         options = {**layer.options(), "on_failure": "ignore"}
         if solver is not None:
             options["solver"] = solver
         start = layer.start(inputs) if z0 is None else z0
         self.solution = fixed_point(layer.f, start, *inputs, **options)
-        if bool((self.solution.result == Result.COUPLED).any()):
-            raise ExportError(f"{name} cannot be exported: {Result.COUPLED.message}")
-        self.problem, _, _ = FunctionProblem.start(layer.f, start, inputs)
+        self.problem, _, rows = FunctionProblem.start(layer.f, start, inputs)
         if self.problem.coarse:
             raise TypeError(f"the state of {name} is in half precision; export the model in float32: model.float().")
+        trial = other_than(rows)  # a state of zeros would hide much
+        if mixes_samples(self.problem, trial, self.problem(trial)):
+            raise ExportError(
+                f"{name} cannot be exported: f mixes the samples of the batch, and a graph solves each by itself. Put "
+                "the batch first (batch_first=True in attention and recurrent layers), and normalise each sample "
+                "separately."
+            )
         self.problem.gatherable = False
         for leaf in self.problem.layout.leaves:
             leaf.permutation = None  # tensors of a graph have no strides
@@ -181,7 +194,7 @@ class Traceable(nn.Module):
             self.expected = model(*example)
             if not self.calls:
                 raise ValueError(
-                    f"{type(model).__name__} called no equipoise.Equilibrium on the example: there is no solve to "
+                    f"{type(model).__name__} solves no equipoise.Equilibrium for the example: there is no solve to "
                     "export. Use torch.onnx.export for models without one."
                 )
             self.solves: list[Any] = [
