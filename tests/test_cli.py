@@ -107,7 +107,15 @@ def fails(capsys, *words):
             "phases.0.epochs is 0; it must be a whole number of at least 1",
         ),
         (["train", "core/digits", "nonsense"], "'nonsense' is not a change of a recipe; write key=value"),
-        (["train", "core/digits", "optimizer.lr=-1"], "Invalid learning rate: -1"),
+        (
+            ["train", "core/digits", "optimizer.lr=-1"],
+            " and command line, optimizer.lr=-1: optimizer: Invalid learning rate: -1",
+        ),
+        (
+            ["train", "core/digits", "optimizer.lr=abc"],
+            "command line, optimizer.lr=abc: optimizer.lr is 'abc'; it must be a number.",
+        ),
+        (["train", "core/digits", "tolerance.relative=inf"], " and command line, tolerance.relative=inf: tolerance: "),
         (["train", "core/digits", "solver.name=andersen"], "there is no solver 'andersen'; did you mean 'anderson'?"),
         (["train", "core/digits", "tolerance.relative=-1"], "relative is -1"),
         (["train", "core/digits", "solver.name=gmres"], "there is no solver 'gmres'"),
@@ -133,6 +141,11 @@ def fails(capsys, *words):
         (["resume", "runs/none-001"], "there is no folder runs/none-001. `equipoise runs` lists runs."),
         (["evaluate", "src"], "is not a run: it has no run.json"),
         (["report", "runs/none-001"], "there is no folder runs/none-001"),
+        (["evaluate", "runs/x", "--data", "no/such"], "argument --data: 'no/such' is not a folder"),
+        (["evaluate", "README.md"], "README.md is a file; a run is a folder, and weights are in .safetensors files"),
+        (["report", "mondeq/mnist-fc"], "the shipped model of that name has no folder with its training"),
+        (["weights", "mondeq/mnist-fc", "--limit", "3"], "--limit is for --add RUN: omit it."),
+        (["page", "--port", "-1"], "--port -1: the port must be from 0 to 65535. Give another port;"),
         (["data", "get", "mnits"], "there is no data set 'mnits'; did you mean 'mnist'?"),
         (["data", "get", "imagenet"], "imagenet cannot be downloaded: register at"),
         (["data", "check", "mnits"], "did you mean 'mnist'?"),
@@ -158,6 +171,25 @@ def test_a_mistake_gets_a_sentence(words, said, capsys, monkeypatch):
     assert said in fails(capsys, *words)
 
 
+def test_a_file_of_another_kind_is_named_with_the_command_that_takes_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my recipe.toml").write_text('title = "x"\n')
+    assert fails(capsys, "reproduce", "my recipe.toml") == (
+        "equipoise: my recipe.toml is a recipe, not a table: equipoise train 'my recipe.toml'.\n"
+    )
+
+
+def test_a_figure_takes_the_name_of_a_shipped_model():
+    arguments = parser().parse_args(["figure", "core/convergence", "--run", "mondeq/mnist-fc"])
+    assert arguments.trained == ["mondeq/mnist-fc"]  # a Path would be a folder
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    said = fails(capsys, "train", "core/digits", "--runs", tmp_path / "file")
+    assert said == f"equipoise: {tmp_path}/file: File exists.\n"
+
+
 def test_changes_of_one_command_are_forgotten_in_the_next(capsys):
     for _ in range(2):
         assert fails(capsys, "train", "core/digits", "--threads", "1", "wrong=1").count("wrong=1") == 1
@@ -169,6 +201,7 @@ def test_changes_of_one_command_are_forgotten_in_the_next(capsys):
 def test_a_missing_data_set_says_where_it_was_looked_for_and_how_to_get_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("EQUIPOISE_DATA", f"{tmp_path / 'a'}{os.pathsep}{tmp_path / 'b'}")
+    (tmp_path / "given").mkdir()
     said = fails(capsys, "train", "core/cifar10", "--data", tmp_path / "given", "--runs", tmp_path / "runs")
     places = [said.index(str(tmp_path / name)) for name in ("given", "a", "b", "cache")]
     assert places == sorted(places)
@@ -212,6 +245,35 @@ def test_export_a_run_and_check_it(run, tmp_path, capsys):
     assert "check             30 samples, 100.00% with the same number of steps" in printed
     assert "must end in .onnx" in fails(capsys, "export", str(run), "model.pt")
     assert "did you mean 'anderson'?" in fails(capsys, "export", str(run), str(path), "--solver", "andersen")
+
+
+@pytest.mark.slow
+def test_export_a_generator_and_check_it_on_its_latent_vectors(tmp_path, capsys):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    words = ("export", "jiio/fashion-mnist", str(tmp_path / "clothes.onnx"), "--check", "--limit", "12")
+    assert main([*words, "--threads", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "inputs            input (batch, 32)\n" in printed
+    assert "outputs           output (batch, 1, 28, 28), steps (batch)" in printed
+    assert "check             12 samples, " in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN", "--limit", 3], "--limit is for --check, which compares the file with torch on test samples: add"),
+        (["RUN", "--data", "."], "--data is for --check"),
+        (["RUN", "--opset", 99], "opset is 99; it must be a whole number of at least 18 and at most "),
+        (["jiio/omniglot"], "jiio/omniglot learns the classes of a task from a few labelled images before it answers"),
+    ],
+)
+def test_what_cannot_be_exported_gets_a_sentence(run, words, said, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    name, *options = words
+    file = tmp_path / "model.onnx"
+    assert said in fails(capsys, "export", run if name == "RUN" else name, file, *options)
+    assert not file.exists()
 
 
 def test_the_evaluation_equals_the_result(run, capsys):
@@ -386,6 +448,45 @@ def test_a_table_puts_paper_beside_measured(tmp_path, capsys, monkeypatch):
     assert timeless(json.loads((folder / "table.json").read_text())["rows"]) == timeless(rows)
     assert (folder / "row-1" / "core-digits-001" / "checkpoints" / "last.safetensors").stat().st_mtime_ns == untouched
     assert (folder / "row-2" / "core-digits-001" / "seed-1" / "result.json").exists()
+
+
+def test_a_table_that_was_killed_before_a_run_was_described_is_continued(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").write_text('title = "A table"\n[[rows]]\nlabel = "one"\nrecipe = "core/digits"\n')
+    assert main(["reproduce", "table.toml", "--budget", "smoke", "data.limit=64", "--runs", "out"]) == 0
+    folder = tmp_path / "out" / "table-001"
+    shutil.rmtree(folder / "row-1" / "core-digits-001")
+    (folder / "row-1" / "core-digits-001").mkdir()  # all that is there at this moment
+    for _ in range(2):
+        assert main(["resume", str(folder)]) == 0
+        assert [path.name for path in sorted(folder.glob("row-1/*/result.json"))] == ["result.json"]
+
+
+def test_a_table_that_was_edited_is_not_continued_with_the_runs_of_other_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = '[[rows]]\nlabel = "{0} channels"\nrecipe = "core/digits"\nchanges = {{"model.channels" = {0}}}\n'
+    (tmp_path / "table.toml").write_text('title = "A table"\n' + row.format(8))
+    assert main(["reproduce", "table.toml", "--budget", "smoke", "data.limit=64", "--runs", "out"]) == 0
+    (tmp_path / "table.toml").write_text('title = "A table"\n' + row.format(4) + row.format(8))
+    said = fails(capsys, "resume", "out/table-001")
+    assert "out/table-001/row-1/core-digits-001 was begun with another recipe than core/digits is now" in said
+
+
+def test_a_number_that_is_not_finite_does_not_end_a_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").write_text(
+        'title = "A table"\n[[rows]]\nlabel = "one"\nrecipe = "core/digits"\nmetric = "loss"\n'
+    )
+    assert main(["reproduce", "table.toml", "--budget", "smoke", "data.limit=64", "--runs", "out"]) == 0
+    folder = tmp_path / "out" / "table-001"
+    file = folder / "row-1" / "core-digits-001" / "result.json"
+    result = json.loads(file.read_text())
+    file.write_text(json.dumps({**result, "test": {**result["test"], "loss": None}}))
+    capsys.readouterr()
+    assert main(["resume", str(folder)]) == 0
+    assert "| one | loss | - | - |" in capsys.readouterr().out
+    (row,) = json.loads((folder / "table.json").read_text())["rows"]
+    assert row["measured"] is None
 
 
 def test_a_table_and_a_figure_say_what_they_are_about(tmp_path, capsys, monkeypatch):
@@ -600,6 +701,30 @@ def test_floating_point_images_are_levels_up_to_1_or_up_to_255(run, tmp_path, ca
     assert "nan.tif cannot be read: it has pixels that are NaN or infinite." in fails(
         capsys, "predict", run, tmp_path / "nan.tif"
     )
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "P", "gif"])
+def test_what_is_transparent_is_white(kind, tmp_path):
+    """A black square on a transparent ground, of which the hidden colour is black as well."""
+    from PIL import Image
+
+    from equipoise.lab.data.files.images import read_image_file
+
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (2, 2, 6, 6))
+    file = tmp_path / ("a.gif" if kind == "gif" else "a.png")
+    if kind in ("P", "gif"):
+        palette = Image.new("P", (8, 8), 1)
+        palette.putpalette([0, 0, 0, 0, 0, 0])
+        palette.paste(0, (2, 2, 6, 6))
+        palette.save(file, transparency=1)
+    else:
+        image.convert(kind).save(file)
+    for channels in (1, 3):
+        seen, note = read_image_file(file, channels)
+        assert note == f"{file} has transparent pixels, which were taken as white."
+        assert int(seen[:, 2:6, 2:6].max()) == 0
+        assert int(seen.long().sum()) == channels * 255 * 48
 
 
 def test_resuming_a_finished_run_says_so(run, capsys):

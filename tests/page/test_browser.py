@@ -301,10 +301,6 @@ def test_a_server_that_is_gone_gets_a_sentence(browser, runs):
     with Server(runs[:1]).running() as served:
         page = Page(browser, served)
         page.settled()
-        assert "equipoise train" in page.browser.execute_script(
-            "document.getElementById('tab-segment').click(); return document.getElementById('view-segment').textContent"
-        )
-        page.open("draw")
     page.choose("steps", "50")
     page.until(lambda: "The server does not answer" in page.status)
     browser.get("about:blank")

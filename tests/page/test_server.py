@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+import equipoise.page.available
 import equipoise.page.server
 from equipoise.cli import main
 from equipoise.page.guard import Door
@@ -133,11 +135,20 @@ def test_the_page_is_small_and_loads_nothing_from_elsewhere(visitor):
         assert visitor.request("GET", f"/static/{file.name}").text == file.read_text()
 
 
-def test_views_without_a_model_name_a_command(runs):
+def test_every_view_has_a_model_that_ships_with_the_package():
+    with Server([]).running() as served:
+        views = json.loads(Visitor(served).request("GET", "/facts").text)["views"]
+        assert {name: bool(view["models"]) for name, view in views.items()} == dict.fromkeys(
+            equipoise.page.server.VIEWS, True
+        )
+
+
+def test_views_without_a_model_name_a_command(runs, monkeypatch):
+    monkeypatch.setattr(equipoise.page.available, "list_weights", list)
     with Server(runs[:1]).running() as served:
         visitor = Visitor(served)
         views = json.loads(visitor.request("GET", "/facts").text)["views"]
-        assert [name for name, view in views.items() if view["models"]] == ["draw", "restore", "generate"]  # shipped
+        assert [name for name, view in views.items() if view["models"]] == ["draw"]
         assert all("`equipoise page --run runs/" in view["missing"] for view in views.values())
         answer = visitor.post("/inside/examples", {"model": "x", "seed": 0})
         assert answer.status == 400
@@ -453,6 +464,32 @@ def test_twenty_visitors_take_turns():
     place = sorted(range(len(jobs)), key=lambda k: ahead[k])
     assert [jobs[k].visitor for k in place] == order
     assert sorted(ahead) == list(range(27))  # everyone was told how many come before
+
+
+def test_twenty_visitors_over_http_take_turns(server, slow):
+    """Twenty clients of the real server, of whom the first asks for eight things at once."""
+    visitors, order = [Visitor(server) for _ in range(20)], []
+
+    def asked(visitor):
+        events = visitor.events("/draw/solve", drawing(server))
+        order.append(visitor)
+        return [kind for kind, _ in events]
+
+    server.page.queue.pool.submit(time.sleep, 0.5)  # both threads are busy until everyone has asked
+    server.page.queue.pool.submit(time.sleep, 0.5)
+    with ThreadPoolExecutor(27) as clients:
+        asking = [clients.submit(asked, visitor) for visitor in [visitors[0]] * 8]
+        wait(lambda: server.page.queue.running)
+        asking += [clients.submit(asked, visitor) for visitor in visitors[1:]]
+        for answer in asking:
+            kinds = answer.result(60)
+            assert "frame" in kinds
+            assert "end" in kinds
+    others = [place for place, visitor in enumerate(order) if visitor is not visitors[0]]
+    assert max(others) < 26  # each of them was served before the last of the eight
+    assert [visitor is visitors[0] for visitor in order[-4:]] == [True] * 4
+    wait(server.idle, 5)
+    assert workers() == LIMITS.at_once
 
 
 def test_a_visitor_runs_one_job_at_a_time_and_can_take_back_one_that_waits():

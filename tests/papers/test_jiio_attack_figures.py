@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from equipoise.cli import main
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.papers.jiio.attack_figures import attack_time
 from figure_helpers import drawn_figure
+from training_helpers import train_here
 
 RECIPE = """
 title = "A small classifier"
@@ -37,11 +37,7 @@ epochs = 1
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jiio")
-    (folder / "small.toml").write_text(RECIPE)
-    assert main(["train", str(folder / "small.toml"), "--runs", str(folder / "runs"), "--threads", "1"]) == 0
-    (run,) = (folder / "runs").iterdir()
-    return run
+    return train_here(tmp_path_factory.mktemp("jiio"), "small", RECIPE)
 
 
 def test_table_2_times_every_attack_on_the_same_images(run, tmp_path):

@@ -93,6 +93,18 @@ def test_strips_can_start_from_generated_images(runs, tmp_path):
     assert first == pytest.approx(second)
 
 
+def test_a_network_without_joint_steps_is_refused(runs, tmp_path, capsys):
+    recipe = BLOBS.format(supervised="true").replace('"generator"', '"conv-ae"').replace('size = "small-2"\n', "")
+    (tmp_path / "network.toml").write_text(recipe.replace("[8, 8]", "[8, 8, 8]"))
+    words = ["--data", runs[0].folder.parents[1] / "data", "--runs", tmp_path, "--threads", "1"]
+    assert main(["train", str(tmp_path / "network.toml"), *map(str, words)]) == 0
+    with (
+        this_machine("cpu", 1) as machine,
+        pytest.raises(ValueError, match="without joint steps"),
+    ):
+        restorations([open_run(tmp_path / "network-001")], machine, amount=5)
+
+
 def test_a_supervised_run_changes_its_weights(runs):
     weights = [torch.cat([p.detach().flatten() for p in load(run).parameters()]) for run in runs]
     assert not torch.equal(*weights)

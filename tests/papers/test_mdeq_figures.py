@@ -15,6 +15,7 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.papers.drawing import levels_reached, per_evaluation, reached
 from equipoise.papers.mdeq import figures
 from figure_helpers import drawn_figure, figure_file
+from training_helpers import train_here
 
 RECIPE = """
 title = "A small MDEQ, {name}"
@@ -68,9 +69,8 @@ def work(tmp_path_factory):
         ("single", [4], 0.02, "broyden"),
         ("still", [4, 4], 0.0, "anderson"),
     ):
-        recipe, heads = folder / f"{name}.toml", [2] * len(channels)
-        recipe.write_text(RECIPE.format(name=name, channels=channels, heads=heads, lr=lr, solver=solver))
-        assert main(["train", str(recipe), "--runs", str(folder), "--threads", "1"]) == 0
+        heads = [2] * len(channels)
+        train_here(folder, name, RECIPE.format(name=name, channels=channels, heads=heads, lr=lr, solver=solver))
     return folder
 
 

@@ -17,6 +17,7 @@ from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.papers.mondeq import figures
+from training_helpers import train_here
 
 RECIPE = """
 title = "A small monDEQ, {kind}"
@@ -56,9 +57,7 @@ def work(tmp_path_factory):
     """A folder with two recipes and a run of each."""
     folder = tmp_path_factory.mktemp("work")
     for kind, channels in (("dense", 16), ("multitier", [4, 4])):
-        recipe = folder / f"{kind}.toml"
-        recipe.write_text(RECIPE.format(kind=kind, channels=channels))
-        assert main(["train", str(recipe), "--runs", str(folder), "--threads", "1"]) == 0
+        train_here(folder, kind, RECIPE.format(kind=kind, channels=channels))
     return folder
 
 

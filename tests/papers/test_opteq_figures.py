@@ -1,6 +1,7 @@
 """Figures 2 to 4 of the MOptEq paper, drawn by the command line from small models; their numbers against loops."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from equipoise.lab.results.reproduce import FIGURE_FACTS, figure_functions
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.folder import open_run
 from equipoise.lab.runs.machine import Machine, seed_everything
-from equipoise.papers.drawing import reached
+from equipoise.papers.drawing import reached, tell_apart
 from equipoise.papers.opteq import figures
 from equipoise.registry import check_options
 from figure_helpers import drawn_figure, figure_file
@@ -305,6 +306,14 @@ def test_figure_3b_has_the_accuracies_of_attacks_by_hand(work, draw):
         errors = [(n / 18 * (1 - n / 18) / 18) ** 0.5 for n in left]
         assert run["standard error"] == pytest.approx(errors)
         assert run["samples"] == 18
+
+
+def test_runs_of_one_title_are_told_apart_by_their_settings():
+    tables = [{"model": {"name": "mopteq"}, "seed": 0}, {"model": {"name": "mopteq", "perturb": "train"}, "seed": 0}]
+    runs = [SimpleNamespace(facts={"tables": each}) for each in (*tables, tables[0])]
+    measured = [{"title": title} for title in ("A", "A", "B")]
+    tell_apart(measured, runs)
+    assert [each["title"] for each in measured] == ["A", "A (model.perturb=train)", "B"]
 
 
 def test_the_attack_goes_by_the_gradient_of_the_equilibrium(work, monkeypatch):

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from equipoise.registry import Registry, UnknownName, WrongKind, is_module_name, look_in
+from equipoise.registry import Registry, UnknownName, WrongKind, is_module_name, user_folders
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,22 @@ class Trust:
 
 ANYTHING = Trust(None)  # for names that the user typed: in Python, on the command line or in a recipe
 NOTHING = Trust()
+
+
+def look_in(*folders: str | Path) -> None:
+    """Make modules in these folders importable by name, in this order, after everything that is installed.
+
+    Folders of an earlier call are removed together with their modules: two runs may each have a ``net.py``.
+    """
+    wanted = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
+    gone = {folder for folder in user_folders if folder not in wanted}
+    for name, module in list(sys.modules.items()):
+        top = getattr(sys.modules.get(name.partition(".")[0], module), "__file__", None)
+        if top and str(Path(top).parent.parent if Path(top).name == "__init__.py" else Path(top).parent) in gone:
+            del sys.modules[name]
+    user_folders[:] = [folder for folder in wanted if folder in user_folders or folder not in sys.path]
+    sys.path[:] = [place for place in sys.path if place not in wanted and place not in gone] + wanted
+    importlib.invalidate_caches()  # a module may have been written a moment ago
 
 
 def spec_in(folder: str | None, module: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.lab.data.files.images import fitted, opened, pixels
+from equipoise.lab.data.files.images import TAKEN_AS_WHITE, fitted, is_transparent, opened, pixels
 from equipoise.page.limits import LIMITS, Limits
 from equipoise.page.refused import Refused
 
@@ -45,12 +45,12 @@ def decoded(data: bytes, shape: Sequence[int | None], limits: Limits = LIMITS) -
                 )
             if height is None or width is None:
                 height, width = shrunk(*size, limits.pixels)
-            tensor = pixels(fitted(image, channels, height, width))
+            tensor, transparent = pixels(fitted(image, channels, height, width)), is_transparent(image)
     except Exception as error:  # image libraries raise many kinds for a damaged file
         reason = str(error).rstrip(".") or type(error).__name__
         raise Refused(f"The file cannot be read: {reason}.", "upload") from error
     note = "" if size == (height, width) else f"{size[1]} x {size[0]} pixels, changed to {width} x {height}."
-    return tensor, note
+    return tensor, f"{note} It {TAKEN_AS_WHITE}.".lstrip() if transparent else note
 
 
 def shrunk(height: int, width: int, most: int) -> tuple[int, int]:

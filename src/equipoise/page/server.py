@@ -197,7 +197,9 @@ def listening(host: str, port: int) -> socket.socket:
             stack.pop_all()
             return listener
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, socket.gaierror):
+            raise ValueError(f"--host is {host!r}: {error.strerror}; use 127.0.0.1 for this machine only.") from None
+        reason = getattr(error, "strerror", None) or "the port must be from 0 to 65535"
         raise ValueError(
             f"--host {host} --port {port}: {reason}. Give another port; --port 0 selects a free one."
         ) from None

@@ -1,6 +1,6 @@
 """Parts that figures of several papers share: residual curves, the numbers beside a figure, checks of its options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,26 @@ def curve_styles(colors: Sequence[Any]) -> list[CurveStyle]:
 
 def describe(run: Run) -> dict[str, Any]:
     return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
+
+
+def tell_apart(measured: Sequence[dict[str, Any]], runs: Sequence[Run]) -> None:
+    """Add to titles that several runs share the settings in which these runs differ."""
+    titles = [each["title"] for each in measured]
+    for title in {title for title in titles if titles.count(title) > 1}:
+        alike = [i for i, each in enumerate(titles) if each == title]
+        chosen = [set(settings(runs[i].facts["tables"])) for i in alike]
+        for i, own in zip(alike, chosen, strict=True):
+            special = sorted(own - set.intersection(*chosen))
+            measured[i]["title"] = f"{title} ({', '.join(special)})" if special else title
+
+
+def settings(tables: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the settings of a recipe as they are written on the command line."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from settings(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}={value}"
 
 
 def write_numbers(path: Path | None, numbers: dict[str, Any]) -> None:

@@ -128,6 +128,12 @@ def test_training_tasks_may_have_more_query_images(tree):
     assert counts == [3 * 3, 3, 3]
 
 
+def test_more_ways_than_characters(tree):
+    words = "data.ways is 7; it must be at most 6: there are 16 characters for training and validation, and 6 to test"
+    with pytest.raises(ValueError, match=words):
+        load("omniglot-episodes", folders=[tree], ways=7, queries=2)
+
+
 def test_wrong_options(tree):
     drawings = marked(4)
     with pytest.raises(ValueError, match="data.ways is 5; it must be at most 4: the split characters are 4"):

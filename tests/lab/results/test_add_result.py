@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 
 from equipoise.cli import main
-from equipoise.lab.files import read_json
+from equipoise.lab.files import DamagedFile, read_json
+from equipoise.lab.recipes.build import source_digests
 from equipoise.lab.results.add_result import add_result, portable, portable_command
 from equipoise.lab.results.stored import read_stored
-from equipoise.lab.runs.folder import RunError
-from equipoise.lab.runs.sources import commit, source_digests
+from equipoise.lab.runs.folder import RunError, commit
 
 TABLE = """
 title = "Digits twice"
@@ -43,7 +43,7 @@ def reproduced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tables")
     (folder / "pair.toml").write_text(TABLE)
     words = ["reproduce", str(folder / "pair.toml"), "--budget", "smoke", "--threads", "1", "--runs", str(folder)]
-    assert main(words) == 0
+    assert main([*words, "phases.0.epochs=2"]) == 0
     return folder / "pair-001"
 
 
@@ -85,11 +85,11 @@ def test_a_run_is_stored_with_its_log_and_pictures(trained, results, tmp_path, c
 def test_a_table_is_stored_with_mean_spread_and_logs(reproduced, results):
     table = read_json(reproduced / "table.json")
     assert table["name"] == "pair"
-    assert [row["epochs"] for row in table["rows"]] == [1, 1]
+    assert [row["epochs"] for row in table["rows"]] == [2, 2]
     assert list(table["origins"]) == ["row-1"]
     add_result(reproduced, "core/pair", results)
     logs = [f"core/pair.row-1.seed-{seed}.log.jsonl" for seed in (0, 1)]
-    assert files_in(results) == [*logs, "core/pair.table.json"]
+    assert files_in(results) == [*logs, "core/pair.table.json", "core/pair.table.png"]
     assert str(reproduced.parent) not in (results / "core/pair.table.json").read_text()
     ((_, row), _) = read_stored(results).tables[0].rows.items()
     assert row.logs == tuple(logs)
@@ -107,6 +107,38 @@ def test_a_sweep_is_stored_seed_by_seed(reproduced, results):
     (run,) = read_stored(results).runs.values()
     assert run.numbers["accuracy"].seeds == 2
     assert run.numbers["accuracy"].spread is not None
+
+
+def test_an_unfinished_sweep_leaves_the_results_alone(reproduced, results, tmp_path):
+    sweep = tmp_path / "sweep"
+    shutil.copytree(reproduced / "row-1" / "core-digits-001", sweep)
+    shutil.rmtree(sweep / "seed-1")
+    with pytest.raises(RunError, match="was trained with 2 seeds and has 1: its folders are not complete"):
+        add_result(sweep, "core/digits", results)
+    (sweep / "result.json").unlink()
+    with pytest.raises(RunError, match="only finished sweeps are added: equipoise resume"):
+        add_result(sweep, "core/digits", results)
+    assert files_in(results) == []
+
+
+def test_a_damaged_log_leaves_the_results_alone(trained, results, tmp_path):
+    run = tmp_path / "damaged"
+    shutil.copytree(trained, run)
+    (run / "log.jsonl").write_text("{")
+    with pytest.raises(DamagedFile, match="log.jsonl is damaged: line 1"):
+        add_result(run, "core/digits", results)
+    assert files_in(results) == []
+
+
+def test_a_result_is_not_mixed_with_an_earlier_one_of_its_name(trained, reproduced, results):
+    add_result(reproduced / "row-1" / "core-digits-001", "core/digits", results)
+    before = files_in(results)
+    with pytest.raises(RunError, match="digits.seed-0.log.jsonl.*part of an earlier result of this name"):
+        add_result(trained, "core/digits", results)
+    assert files_in(results) == before
+    add_result(reproduced / "row-1" / "core-digits-001", "core/digits", results)  # as many seeds: it is replaced
+    assert files_in(results) == before
+    add_result(trained, "core/digits-2", results)
 
 
 def test_a_figure_is_stored_with_its_command(trained, results, tmp_path):

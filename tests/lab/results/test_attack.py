@@ -11,6 +11,7 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.models.conv_equilibrium import ConvEquilibrium
 from equipoise.tasks.drawing import attack_panel
 from equipoise.tasks.robustness import Robustness
+from training_helpers import train_here
 
 Image = pytest.importorskip("PIL.Image")
 for package in ("sklearn", "matplotlib"):
@@ -66,10 +67,7 @@ epochs = 1
 def work(tmp_path_factory):
     """A folder with a trained run and the image of a digit that it classifies correctly."""
     folder = tmp_path_factory.mktemp("attack")
-    (folder / "small.toml").write_text(RECIPE)
-    assert main(["train", str(folder / "small.toml"), "--runs", str(folder / "runs"), "--threads", "1"]) == 0
-    (run,) = (folder / "runs").iterdir()
-    run.rename(folder / "run")
+    train_here(folder, "small", RECIPE).rename(folder / "run")
     images, labels = load("digits", validation=0).test.read(torch.arange(40))
     from equipoise.lab.results.trained import open_trained
 
@@ -108,6 +106,13 @@ def test_the_answers_and_the_distance_are_those_of_the_attacked_image(work, tmp_
     assert [*found.clean.values()] == sorted(found.clean.values(), reverse=True)
 
 
+def test_an_image_that_was_misclassified_before_is_no_success_of_the_attack(work, tmp_path, capsys):
+    other = str((int((work / "label").read_text()) + 1) % 10)
+    words = ["--label", other, "--steps", "2", "--radius", "0.1", "--out", str(tmp_path / "a.png")]
+    assert main(["attack", str(work / "run"), str(work / "digit.png"), *words]) == 0
+    assert f"\nmisclassified     class {other} (before the attack as well)\n" in capsys.readouterr().out
+
+
 def test_an_image_of_another_size_is_cropped_and_resized_and_said_so(work, tmp_path):
     run, large = open_run(work / "run"), tmp_path / "large.png"
     Image.open(work / "digit.png").resize((16, 16)).save(large)
@@ -131,7 +136,7 @@ def code_of(words):
         (["--radius", "0"], "--radius is 0.0; it must be a number above 0."),
         (["--radius", "-1"], "--radius is -1.0; it must be a number above 0."),
         (["--radius", "2", "--norm", "linf"], "pixels are between 0 and 1"),
-        (["--steps", "0"], "--steps is 0; it must be a whole number of at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be a whole number of at least 1."),
         (["--label", "12"], "--label is '12'; it must be a number from 0 to 9, or one of 0, 1, 2"),
         (["--label", "cat"], "--label is 'cat'"),
         (["--radius", "nan"], "--radius is nan; it must be a number above 0."),

@@ -90,6 +90,16 @@ def test_commands_for_generators(trained, machine):
     assert all((folder / name).is_file() for name in ("a.png", "between.png", "strip.png"))
 
 
+def test_a_network_that_restores_without_joint_steps_says_so(trained, machine, tmp_path):
+    task = '"restoration"\nproblem = "inpaint"\namount = 3\n'
+    (tmp_path / "network.toml").write_text(RECIPE.replace('"autoencoding"', task))
+    run = open_run(train_run(open_recipe(str(tmp_path / "network.toml")), tmp_path / "runs", machine))
+    request = Request(trained.folder.parent.parent / "one.png", "inpaint", 3, steps=6)
+    restored = restore_image(run, request, machine, tmp_path / "strip.png")
+    assert restored.notes == ["the run was trained to map measurements to images: there are no joint steps."]
+    assert not restore_image(trained, request, machine, tmp_path / "other.png").notes
+
+
 def test_a_table_of_distances(trained, machine, capsys):
     folder = trained.folder.parent.parent
     (folder / "table.toml").write_text(TABLE)

@@ -159,6 +159,54 @@ def test_values_of_a_log_and_ratios(tmp_path):
     assert value.text == "4 (8 / 2)"
 
 
+def test_a_ratio_has_the_spread_of_its_parts(tmp_path):
+    stored_fc(tmp_path, (0.4, 0.6))  # 0.5 +- 0.1414
+    stored = stored_fc(tmp_path, (0.9, 1.1), name="mnist-conv")  # 1 +- 0.1414
+    value = value_of(ValueSpec(row=CONV, over={"row": FC}), stored)
+    assert value.number is not None
+    assert value.number.mean == pytest.approx(2)
+    assert value.number.spread == pytest.approx(0.02**0.5 * 5**0.5 / 0.5)
+    comparison = Comparison(ValueSpec(row=CONV, over={"row": FC}), "above", number(1.9))
+    verdict = judge(claim(comparison, any_budget=True), stored)
+    assert verdict.mark == Mark.NOT_AT_THIS_BUDGET
+    assert "> 1.9 by more than 0.63: within the margin" in verdict.reasons[0][0]
+
+
+def test_a_ratio_to_zero_has_no_value(tmp_path):
+    verdict = judge(
+        claim(Comparison(ValueSpec(number=1.0, over={"number": 0.0}), "above", number(0))), stored_fc(tmp_path)
+    )
+    assert verdict.mark == Mark.NOT_RUN
+    assert verdict.reasons == [("not run: 1 / 0, which has no value", [])]
+
+
+@pytest.mark.parametrize("take", ["most", "mean"])
+@pytest.mark.parametrize("missing", ["null", "NaN"])
+def test_what_is_not_finite_is_not_left_out(tmp_path, take, missing):
+    store(tmp_path, "a/b.json", f'{{"x": [1.0, {missing}, 3.0]}}')
+    with pytest.raises(RecipeError, match="a/b.json has 3 values at x / \\*, of which 1 are not finite"):
+        value_of(ValueSpec(file="a/b.json", at=("x", "*"), take=take), read_stored(tmp_path))
+    least = value_of(ValueSpec(file="a/b.json", at=("x", "*"), take="least"), read_stored(tmp_path))
+    assert least.number is not None
+    assert least.number.mean == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "full"),
+    [
+        ("equipoise train mondeq/mnist-fc", True),
+        ("equipoise train mondeq/mnist-fc seed=3 seeds=2", True),
+        ("equipoise train mondeq/mnist-fc --budget small", False),
+        ("equipoise train mondeq/mnist-fc phases.0.epochs=1", False),
+        ("equipoise train mondeq/mnist-fc data.limit=100", False),
+    ],
+)
+def test_a_run_with_changes_is_not_at_the_budget_of_the_paper(tmp_path, command, full):
+    store(tmp_path, "mondeq/mnist-fc.result.json", result(0.97, origin=origin(command, budget=None)))
+    value = value_of(ValueSpec(run="mondeq/mnist-fc", metric="accuracy"), read_stored(tmp_path))
+    assert value.full is full
+
+
 def test_a_mistake_in_a_file_of_claims_is_located(tmp_path):
     path = tmp_path / "claims.toml"
     path.write_text('[[claims]]\nclaim = "A"\nwhere = "B"\n[[claims.holds]]\nleft = {number = 1}\nrule = "abov"\n')

@@ -80,6 +80,7 @@ def test_images_have_the_levels_of_a_file():
     ("words", "sentence"),
     [
         (("-n", "1"), "images is 1; it must be a whole number of at least 2"),
+        (("--seed", "-1"), "seed is -1; it must be a whole number of at least 0"),
         (("--latents", "5"), "latents is 5; it must be a whole number of at least 20"),
         (("--features", "inceptoin"), "did you mean 'inception'"),
     ],

@@ -391,6 +391,10 @@ def test_refusals(one, tmp_path):
         write_report([], MACHINE)
     with pytest.raises(ValueError, match="choose .html"):
         write_report([one[0]], MACHINE, out=tmp_path / "report.md")
+    (tmp_path / "notes.md").write_text("my own")
+    with pytest.raises(ValueError, match="notes.md, the file of the report.s tables, exists without"):
+        write_report([one[0]], MACHINE, out=tmp_path / "notes.html")
+    assert (tmp_path / "notes.md").read_text() == "my own"
 
 
 def test_only_the_leading_process_writes(one, tmp_path):

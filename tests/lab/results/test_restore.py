@@ -186,7 +186,12 @@ def test_a_mask_is_cropped_and_shrunk_with_its_picture(here):
         (["face.png", "--upscale", "3", "--degraded"], "images of 16 x 16 cannot be shrunk by 3"),
         (["face.png", "--upscale", "1"], "is 1; it must be a whole number of at least 2."),
         (["face.png", "--inpaint", "5", "--degraded"], "mark its hidden pixels in black with --mask"),
-        (["face.png", "--inpaint", "5", "--steps", "0"], "--steps is 0; it must be a whole number of at least 1."),
+        (["face.png", "--inpaint", "5", "--steps", "0"], "--steps is 0; it must be a whole number of at least 1"),
+        (
+            ["face.png", "--inpaint", "5", "--steps", str(10**400)],
+            "it must be a whole number of at least 1 and at most",
+        ),
+        (["face.png", "--denoise", "1e30"], "--denoise is 1e+30; it must be at most 1000: pixels are in [-1, 1]."),
         (["photo.png", "--mask", "hole.png"], "hole.png is 16 x 16, photo.png is 45 x 30; a mask must have the size"),
         (["face.png", "--mask", "black.png"], "black.png hides every pixel of the image; pixels that are black"),
         (["face.png", "--mask", "white.png"], "white.png hides no pixel of the image"),

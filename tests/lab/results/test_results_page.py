@@ -10,13 +10,14 @@ import pytest
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.files import DamagedFile
+from equipoise.lab.recipes.build import source_digests
 from equipoise.lab.recipes.reading import open_recipe, parse_override, recipe_names, recipes_folder
 from equipoise.lab.recipes.schema import TableSpec
 from equipoise.lab.results.claims import read_claims
 from equipoise.lab.results.results_page import Writer, difference, results_page
 from equipoise.lab.results.stored import Asked, Noted, opened, read_stored, recipe_tables, row_tables, same, stem_of
 from equipoise.lab.results.table_rows import cells_of, epochs_of, paper_tables
-from equipoise.lab.runs.sources import CHANGED, source_digests
+from equipoise.lab.runs.folder import CHANGED
 
 ROOT = Path(eq.__file__).parents[2]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
@@ -194,6 +195,29 @@ def test_seeds_are_averaged(tmp_path):
     assert "| 3 | 12 of 40 (small) | 5 min 0 s |" in line
 
 
+@pytest.mark.parametrize(
+    ("second", "made"),
+    [
+        ("mondeq/mnist-fc.seed-1.result.json", lambda: origin("equipoise train mondeq/mnist-fc", budget=None)),
+        ("mondeq/mnist-fc.seed-1.result.json", lambda: None),
+        ("mondeq/mnist-fc.result.json", origin),  # a single run, and a seed of an earlier sweep
+    ],
+)
+def test_results_of_one_name_must_be_seeds_of_one_recipe(tmp_path, second, made):
+    store(tmp_path, "mondeq/mnist-fc.seed-0.result.json", result(0.97, origin=origin()))
+    store(tmp_path, second, result(0.5, **({"origin": made()} if made() else {})))
+    with pytest.raises(DamagedFile, match="have the name of one result, but are not seeds of one recipe"):
+        read_stored(tmp_path)
+
+
+def test_one_seed_that_is_out_of_date_makes_the_result_stale(tmp_path):
+    old = origin()
+    old["sources"]["solvers/loop.py"] = "0"
+    store(tmp_path, "mondeq/mnist-fc.seed-0.result.json", result(0.97, origin=origin()))
+    store(tmp_path, "mondeq/mnist-fc.seed-1.result.json", result(0.98, origin=old))
+    assert "| **stale** (code) |" in line_of(tmp_path, FC)[0]
+
+
 def test_two_budgets_have_a_line_each(tmp_path):
     store(tmp_path, "mondeq/mnist-fc.result.json", result(0.97, origin=origin()))
     full = origin("equipoise train mondeq/mnist-fc", budget=None)
@@ -328,6 +352,11 @@ def test_figures_of_the_log_are_shown(tmp_path):
         ("mondeq/mnist-fc.result.json", result(origin={}), r"origin.recipe and origin.tables"),
         ("opteq/reduced.table.json", {"title": "T", "budget": "small", "rows": [{}]}, r"rows\[0\].label and"),
         ("mondeq/figure3.json", '{"runs": [', "figure3.json is damaged: it is not JSON"),
+        (
+            "mondeq/mnist-fc.result.json",
+            result(origin={**origin(), "command": "equipoise train 'mondeq/mnist-fc"}),
+            "mnist-fc.result.json: its command .* cannot be split into words: No closing quotation",
+        ),
         ("origins.toml", "x = ", "origins.toml"),
         ("origins.toml", '["a/b"]\ncommand = "x"\n', "has an entry 'a/b', but there is no such file"),
     ],
@@ -336,6 +365,21 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
     store(tmp_path, file, content)
     with pytest.raises(DamagedFile, match=said):
         read_stored(tmp_path)
+
+
+def test_files_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "page.md").write_bytes(b"\xff\xfe")
+    assert "differs from the stored results" in difference(
+        results_page(tmp_path, tmp_path / "page.md"), tmp_path / "page.md"
+    )
+    (tmp_path / "origins.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(DamagedFile, match="origins.toml is not a UTF-8 text file: invalid start byte at byte 0"):
+        read_stored(tmp_path)
+
+
+def test_true_is_not_an_accuracy(tmp_path):
+    store(tmp_path, "mondeq/mnist-fc.result.json", result(True, origin=origin()))
+    assert "| not run |" in line_of(tmp_path, FC)[0]
 
 
 def test_a_damaged_log_is_named(tmp_path):

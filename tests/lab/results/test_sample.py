@@ -36,6 +36,16 @@ def test_sample_writes_a_grid_and_keeps_the_density(trained):
     assert size_of(trained / "a.png") == (2 * 98 + 2, 3 * 98 + 2)  # 2 columns, enlarged to 96 pixels, with borders
 
 
+def test_another_number_of_latents_fits_another_density(trained):
+    kept = trained / "runs/digits-001/density-best.safetensors"
+    run(trained, "sample", "runs/digits-001", "-n", 1, "--latents", 50, "-o", "f.png")
+    before = kept.read_bytes()
+    run(trained, "sample", "runs/digits-001", "-n", 1, "-o", "g.png")  # any number
+    assert kept.read_bytes() == before
+    run(trained, "sample", "runs/digits-001", "-n", 1, "--latents", 60, "-o", "h.png")
+    assert kept.read_bytes() != before
+
+
 def test_a_damaged_density_is_reported(trained):
     run(trained, "sample", "runs/digits-001", "-n", 1, "--latents", 40, "-o", "d.png")
     kept = trained / "runs/digits-001/density-best.safetensors"
@@ -58,6 +68,8 @@ def test_interpolation_runs_from_one_image_to_the_other(trained):
     ("words", "sentence"),
     [
         (("sample", "RUN", "-n", "0"), "samples is 0; it must be a whole number of at least 1"),
+        (("sample", "RUN", "-n", 10**12), "it must be a whole number of at least 1 and at most 10000."),
+        (("interpolate", "RUN", "there.png", "there.png", "--frames", 10**30), "of at least 2 and at most 10000."),
         (("sample", "RUN", "--latents", "5"), "latents is 5; it must be a whole number of at least 20"),
         (("sample", "RUN", "-n", "few"), "-n/--samples is 'few'; it must be a whole number."),
         (("sample", "RUN", "--seed", "-1"), "seed is -1; it must be a whole number of at least 0"),

@@ -23,7 +23,7 @@ from equipoise.lab.files import DEEPEST, WriteError, misfit, parse, whole, write
 from equipoise.lab.results.trained import evaluate_run
 from equipoise.lab.runs import checkpoints
 from equipoise.lab.runs.checkpoints import CheckpointError
-from equipoise.lab.runs.folder import Log, Run
+from equipoise.lab.runs.folder import Log, Run, RunError
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.trainer import StopRequest, Trainer
 from equipoise.lab.training.trainer import train as train_run
@@ -365,6 +365,13 @@ def test_any_fact_of_a_checkpoint_may_be_anything(damaged, count):
         survives(lambda: eq.load(damaged), (path, by))
         survives(lambda: Trainer(Run(damaged), ALONE, (), None, StopRequest()), (path, by))
         (damaged / "log.jsonl").write_bytes(log)
+
+
+def test_the_last_weights_do_not_stand_in_for_the_best(damaged):
+    (damaged / "checkpoints" / "best.safetensors").unlink()
+    with pytest.raises(RunError, match="best.safetensors, the best weights of this run, is missing"):
+        eq.load(damaged)
+    assert eq.load(damaged, weights="last") is not None
 
 
 @pytest.mark.parametrize(

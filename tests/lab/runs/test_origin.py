@@ -11,11 +11,12 @@ import pytest
 import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.files import read_json, write_json
+from equipoise.lab.recipes import build as sources
+from equipoise.lab.recipes.build import PACKAGE, ROOMS, code_of, source_digests
 from equipoise.lab.recipes.reading import open_recipe
-from equipoise.lab.runs import sources
-from equipoise.lab.runs.folder import open_run
+from equipoise.lab.results.stored import changed_files
+from equipoise.lab.runs.folder import CHANGED, commit, open_run, still
 from equipoise.lab.runs.machine import processor
-from equipoise.lab.runs.sources import CHANGED, PACKAGE, ROOMS, changed_files, code_of, commit, source_digests, still
 
 
 def by_tokens(text):

@@ -1,8 +1,14 @@
-"""Build what a recipe names: data, model, task, solver, optimizer, schedule. Mistakes are reported with their line."""
+"""What a recipe names: checked, built (data, model, task, solver, optimizer, schedule), and the code it stands for.
 
+Mistakes are reported with their line.
+"""
+
+import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
+import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.gradients import GradientRule
 from equipoise.lab.data import DATA_SETS, FACTS, DataSet, load
@@ -104,11 +111,15 @@ def outside_names(source: RecipeFile, sections: Sequence[str] = NAMED_SECTIONS) 
             for entry in value.values():
                 yield from names(entry)
 
-    phases = source.tables.get("phases")
-    tables = [source.tables, *(phases if isinstance(phases, list) else [])]
-    tables = [table for table in tables if isinstance(table, dict)]
+    tables = with_phases(source.tables)
     pairs = [(section, name) for table in tables for section in sections for name in names(table.get(section))]
     return list(dict.fromkeys(pairs))
+
+
+def with_phases(tables: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a recipe's tables and those of its phases, as far as they are tables."""
+    phases = tables.get("phases")
+    return [table for table in [tables, *(phases if isinstance(phases, list) else [])] if isinstance(table, dict)]
 
 
 def require_trust(source: RecipeFile, sections: Sequence[str] = NAMED_SECTIONS) -> None:
@@ -225,6 +236,9 @@ def build_task(recipe: Recipe, facts: dict[str, Any], where: Where) -> Task:
 
 
 def build_optimizer(recipe: Recipe, parameters: Iterable[Tensor], where: Where) -> Optimizer:
+    for name, value in recipe.optimizer.options.items():  # torch compares numbers with it, and says no more
+        if isinstance(value, str) and recipe.optimizer.name in OPTIMIZERS.entries:
+            raise where.error(("optimizer", name), f"optimizer.{name} is {value!r}; it must be a number.")
     return make(OPTIMIZERS, recipe.optimizer, {"params": list(parameters)}, where, "optimizer")
 
 
@@ -257,6 +271,75 @@ def require_compiler(where: Where) -> None:
             "training.compile is true, but torch.compile does not work here: it needs a C++ compiler such as g++ and "
             f"Python's header files. Install them, or set training.compile = false. torch reports: {reason}",
         ) from None
+
+
+# Digests of the code that a result depends on, which show later whether it may have moved. They cover the files of a
+# recipe's model, task, solver and gradient rule, and everything of the package that these import, down to the solvers.
+# Comments, docstrings, empty lines and the code of pictures do not count, nor does the lab: it reads data and counts
+# epochs.
+
+PACKAGE = Path(equipoise.__file__).parent
+ROOMS = ("problem", "solvers", "gradients", "fixed_point", "stability", "operators", "joint", "models", "tasks")
+UNCOUNTED = ("tasks/drawing.py", "tasks/__init__.py", "models/__init__.py")  # pictures, and tables of all names
+NAMED = {"model": MODELS, "task": TASKS, "solver": SOLVERS, "gradient": GRADIENTS}
+
+IMPORT = re.compile(r"^[ \t]*from equipoise\.([\w.]+) import (\([^)]*\)|.*)", re.M)
+NAME = re.compile(r'"equipoise\.([\w.]+):\w+"')  # in a table of names
+DOCSTRING = re.compile(r'(?:\A|(?<=:\n))[ \t]*r?"""(?:[^"\\]|\\.|"(?!""))*"""', re.S)
+COMMENT = re.compile(r"(?:^[ \t]*|  )#(?: .*|!.*)?$", re.M)
+
+
+def source_digests(tables: dict[str, Any]) -> dict[str, str]:
+    """Return a digest of every file that a recipe's computation depends on, by its path in the package.
+
+    Args:
+        tables: tables of the recipe after all changes.
+    """
+    found: dict[str, str] = {}
+    waiting = [file for module in named_modules(tables) for file in files_of(module)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path], imported = examined(path)
+            waiting += imported
+    return dict(sorted(found.items()))
+
+
+def named_modules(tables: dict[str, Any]) -> Iterator[str]:
+    """Yield the modules, without the package's name, of what a recipe and its phases name."""
+    for table in with_phases(tables):
+        for section, registry in NAMED.items():
+            named = table.get(section)
+            name = named.get("name") if isinstance(named, dict) else None
+            if isinstance(name, str) and name in registry.entries:  # else the user's own
+                yield registry.entries[name].partition(":")[0].removeprefix("equipoise.")
+
+
+def files_of(module: str) -> list[str]:
+    """Return the file of a module, as its path in the package; an empty list if it does not count."""
+    if module.partition(".")[0] not in ROOMS:
+        return []
+    stem = module.replace(".", "/")
+    return [
+        path for path in (f"{stem}.py", f"{stem}/__init__.py") if path not in UNCOUNTED and (PACKAGE / path).exists()
+    ]
+
+
+@cache
+def examined(path: str) -> tuple[str, list[str]]:
+    """Return the digest of a file, and the files that it imports, anywhere in it."""
+    text = (PACKAGE / path).read_text(encoding="utf-8")
+    imported: list[str] = []
+    for module, names in [*IMPORT.findall(text), *((module, "") for module in NAME.findall(text))]:
+        inside = [f"{module}.{name}" for name in re.findall(r"\w+", names)]
+        imported += [file for each in (module, *inside) for file in files_of(each)]
+    return hashlib.blake2b(code_of(text).encode(), digest_size=6).hexdigest(), imported
+
+
+def code_of(text: str) -> str:
+    """Return the code of a file in the package's format without comments, docstrings and empty lines."""
+    lines = DOCSTRING.sub("", COMMENT.sub("", text)).split("\n")
+    return "\n".join(line for line in map(str.rstrip, lines) if line)
 
 
 # Learning-rate schedules: torch's own, stepped once per optimizer step, with lengths in epochs

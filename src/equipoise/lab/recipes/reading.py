@@ -8,6 +8,7 @@ import datetime
 import json
 import math
 import re
+import shlex
 import tomllib
 import types
 import typing
@@ -53,7 +54,7 @@ class Where:
         return located
 
     def __call__(self, path: KeyPath) -> str:
-        """Return the place of a key, or of the nearest thing around it."""
+        """Return the place of a key, or of the nearest thing around it and of what was changed within the key."""
         if path and self.phase is not None:
             number, phase = self.phase
             section = phase.get(path[0])
@@ -63,7 +64,9 @@ class Where:
         for key in around:
             if key in self.places:
                 return self.places[key]
-        return next((f"{self.name}, line {self.lines[key]}" for key in around if key in self.lines), self.name)
+        place = next((f"{self.name}, line {self.lines[key]}" for key in around if key in self.lines), self.name)
+        inside = [place for key, place in self.places.items() if path and key[: len(path)] == path]
+        return " and ".join([place, *dict.fromkeys(inside)])
 
     def error(self, path: KeyPath, message: str) -> RecipeError:
         return RecipeError(f"{self(path)}: {message}")
@@ -230,7 +233,7 @@ def entry_number(entries: list[Any], part: str, path: KeyPath, place: str) -> in
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse ``"optimizer.lr=0.01"`` into key and value: TOML where possible, else a fraction (8/255), else a string."""
+    """Parse ``"optimizer.lr=0.01"`` into key and value: TOML, else a number (.1 or 8/255), else a string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
         raise RecipeError(f"{text!r} is not a change of a recipe; write key=value, such as optimizer.lr=0.01.")
@@ -240,6 +243,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         parsed = {}
     if parsed.keys() == {"v"}:
         return key, parsed["v"]
+    if re.fullmatch(r"[+-]?(\.\d+|\d+\.)", value):
+        return key, float(value)
     fraction = re.fullmatch(r"(\d+(?:\.\d+)?)/([1-9]\d*)", value)
     return key, float(fraction[1]) / int(fraction[2]) if fraction else value
 
@@ -373,7 +378,8 @@ def open_recipe(
     source = RecipeFile(path.stem if folder else name, tables, where, folder)
     if kind not in (None, actual := kind_of(source)):
         noun, command = KINDS[actual]
-        raise RecipeError(f"{source.name} is a {noun}, not a {KINDS[kind][0]}: equipoise {command} {source.name}.")
+        again = shlex.join(["equipoise", command, name])
+        raise RecipeError(f"{name} is a {noun}, not a {KINDS[kind][0]}: {again}.")
     if budget not in (None, "paper"):
         budgets = read(dict[str, dict[str, Any]], tables.get("budget", {}), ("budget",), where)
         if budget not in budgets:

@@ -7,19 +7,22 @@ import copy
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from equipoise.lab.files import read_json, whole, write_json
 from equipoise.lab.results.reproduce import REQUEST
-from equipoise.lab.results.stored import TABLE
+from equipoise.lab.results.stored import TABLE, read_log
 from equipoise.lab.runs.folder import RESULT, Run, RunError
 
 LOCAL = ("--runs", "--data", "--device", "--threads", "--run", "--out")  # options of a command that name a place
 FLAGS = ("--report", "--traceback")
 OWN = ("run.json", "result.json", "sweep.json", "reproduce.json", "table.json", "figure.json")
 MOST = 1_000_000  # bytes of a picture
+
+Content = Path | dict[str, Any]  # a file to copy, or JSON
+Planned = Iterator[tuple[Path, Content]]  # files to write
 
 
 def add_result(folder: Path, name: str, results: Path) -> list[Path]:
@@ -42,55 +45,76 @@ def add_result(folder: Path, name: str, results: Path) -> list[Path]:
     }
     for marker, files in kinds.items():
         if (folder / marker).is_file():
-            written = list(files(folder, results / name))
-            if not written:
+            planned = dict(files(folder, results / name))  # all of it can be read before anything is written
+            if not planned:
                 raise RunError(f"{folder} has nothing to add: a figure is not drawn yet.")
-            return written
+            require_no_others(results / name, planned)
+            for path, content in planned.items():
+                write(path, content)
+            return list(planned)
     raise RunError(f"{folder} is not the folder of a run, sweep, table or figure: it has no run.json.")
 
 
-def run_files(folder: Path, stem: Path) -> Iterator[Path]:
-    """Write the result and log of a run, and the pictures and numbers beside them."""
+def require_no_others(stem: Path, planned: Iterable[Path]) -> None:
+    """Raise RunError for files of an earlier result of this name that stay, and would be mixed with the new one."""
+    kinds = r"(\.row-\d+)?(\.seed-\d+)?\.(result\.json|table\.json|log\.jsonl)"
+    named = re.compile(re.escape(stem.name) + kinds)
+    files = stem.parent.iterdir() if stem.parent.is_dir() else ()
+    if others := sorted(file for file in files if named.fullmatch(file.name) and file not in planned):
+        raise RunError(
+            f"{', '.join(map(str, others))}: part of an earlier result of this name, which would be mixed with the new "
+            "one. Remove what is out of date, or choose another name with --as."
+        )
+
+
+def run_files(folder: Path, stem: Path) -> Planned:
+    """Yield the result and log of a run, and the pictures and numbers beside them."""
     run = Run(folder)
     result = run.result
     if result is None or result["status"] != "finished":
         raise RunError(f"{folder} is {run.status}; only finished runs are added: equipoise resume {folder}.")
     if "origin" not in result:
         raise RunError(f"{folder} does not record where it comes from: an earlier version trained it. Train it again.")
-    path = stem.with_name(f"{stem.name}.result.json")
-    write_json(path, {**result, "origin": portable(result["origin"])})
-    yield path
-    yield copied(run.log, stem.with_name(f"{stem.name}.log.jsonl"))
+    yield stem.with_name(f"{stem.name}.result.json"), {**result, "origin": portable(result["origin"])}
+    if run.log.is_file():
+        read_log(run.log)  # raises if it is damaged
+        yield stem.with_name(f"{stem.name}.log.jsonl"), run.log
     for file in sorted((*folder.glob("*.png"), *folder.glob("*.json"))):
         if file.name not in OWN and file.stat().st_size <= MOST:
             words = file.name.removeprefix(f"{stem.parent.name}-")  # of a figure drawn with --run
-            yield copied(file, stem.with_name(f"{stem.name}-{words}"))
+            yield stem.with_name(f"{stem.name}-{words}"), file
 
 
-def sweep_files(folder: Path, stem: Path) -> Iterator[Path]:
-    for run in sorted(folder.glob("seed-*")):
+def sweep_files(folder: Path, stem: Path) -> Planned:
+    """Yield the files of every seed of a finished sweep."""
+    if not (folder / "result.json").is_file():
+        raise RunError(f"{folder} is not finished; only finished sweeps are added: equipoise resume {folder}.")
+    runs, seeds = sorted(folder.glob("seed-*")), read_json(folder / "result.json", {"seeds": int})["seeds"]
+    if len(runs) != seeds:
+        raise RunError(f"{folder} was trained with {seeds} seeds and has {len(runs)}: its folders are not complete.")
+    for run in runs:
         yield from run_files(run, stem.with_name(f"{stem.name}.{run.name}"))
 
 
-def table_files(folder: Path, stem: Path) -> Iterator[Path]:
-    """Write a table, and the log of every run."""
+def table_files(folder: Path, stem: Path) -> Planned:
+    """Yield a table, its picture and the log of every run."""
     if not (folder / "table.json").is_file():
         raise RunError(f"{folder} has no finished row: equipoise resume {folder}.")
     content = read_json(folder / "table.json", TABLE)
     origins = {place: portable(origin) for place, origin in content.get("origins", {}).items()}
-    path = stem.with_name(f"{stem.name}.table.json")
     changes = [portable_word(word) for word in content.get("changes", [])]
-    write_json(path, {**content, "changes": changes, "origins": origins})
-    yield path
+    yield stem.with_name(f"{stem.name}.table.json"), {**content, "changes": changes, "origins": origins}
+    if (folder / "table.png").is_file():
+        yield stem.with_name(f"{stem.name}.table.png"), folder / "table.png"
     for log in sorted(folder.glob("row-*/**/log.jsonl")):
         place, seed = log.relative_to(folder).parts[0], log.parent.name
         words = [stem.name, place, *([seed] if seed.startswith("seed-") else []), "log.jsonl"]
         if (log.parent / "result.json").is_file():
-            yield copied(log, stem.with_name(".".join(words)))
+            yield stem.with_name(".".join(words)), log
 
 
-def figure_files(folder: Path, stem: Path) -> Iterator[Path]:
-    """Write a figure's picture, and its numbers with the command and the commit of its first run."""
+def figure_files(folder: Path, stem: Path) -> Planned:
+    """Yield a figure's picture, and its numbers with the command and the commit of its first run."""
     asked = read_json(folder / "figure.json", REQUEST)
     budget = ["--budget", asked["budget"]] if asked["budget"] else []
     words = ["equipoise", "figure", asked["name"], *budget, *map(portable_word, asked["changes"])]
@@ -100,17 +124,19 @@ def figure_files(folder: Path, stem: Path) -> Iterator[Path]:
             origin["versions"] = made["versions"]
     drawn = folder / f"{asked['name'].replace('/', '-')}.png"
     if drawn.is_file():
-        yield copied(drawn, stem.with_name(f"{stem.name}.png"))
+        yield stem.with_name(f"{stem.name}.png"), drawn
     if drawn.with_suffix(".json").is_file():
-        path = stem.with_name(f"{stem.name}.json")
-        write_json(path, {**read_json(drawn.with_suffix(".json"), {str: object}), "origin": origin})
-        yield path
+        numbers = read_json(drawn.with_suffix(".json"), {str: object})
+        yield stem.with_name(f"{stem.name}.json"), {**numbers, "origin": origin}
 
 
-def copied(file: Path, to: Path) -> Path:
-    with whole(to) as part:
-        shutil.copyfile(file, part)
-    return to
+def write(path: Path, content: Content) -> None:
+    """Write JSON, or copy a file."""
+    if not isinstance(content, Path):
+        write_json(path, content)
+        return
+    with whole(path) as part:
+        shutil.copyfile(content, part)
 
 
 def portable(origin: dict[str, Any]) -> dict[str, Any]:

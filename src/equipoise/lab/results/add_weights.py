@@ -1,4 +1,4 @@
-"""Add the model of a finished run to those that ship with the package: its weights, and a card that describes them."""
+"""Add the model of a finished run to those that ship with the package: weights, and a card that describes them."""
 
 import copy
 import hashlib
@@ -28,6 +28,7 @@ from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.runs.shipped import Card, Measured, Terms, Training, list_weights, weights_folder
 from equipoise.lab.training.evaluate import evaluate, parameter_count
+from equipoise.options import require_number
 from equipoise.tasks.latent_vectors import generator_in
 
 COST = 0.0005  # what float16 may cost: 0.05 points of an accuracy, or this share of a metric above 1
@@ -38,7 +39,7 @@ LICENCE = "MIT, as the package"
 
 @dataclass(frozen=True)
 class Added:
-    """A model that was added: its card, and the metrics of the two ways to store its parameters."""
+    """A model that was added: its card, and its metrics with parameters as trained and in float16."""
 
     card: Card
     file: Path
@@ -64,10 +65,12 @@ def add_weights(
     Args:
         name: name for ``eq.load``, such as "mondeq/mnist-fc".
         weights: "best" or "last".
-        limit: number of test samples to measure on; None for all.
+        limit: number of test samples to measure on; None measures on all.
         note: remark for the card.
     """
     require_shippable(run, name)
+    if limit is not None:
+        require_number("--limit", limit, at_least=1, whole=True)
     trained = open_trained(run, machine, weights)
     recipe = trained.recipe
     data = data_of(run, recipe, folders)
@@ -109,7 +112,7 @@ def add_weights(
             generator = generator_in(trained.model)
             density = new_density(run, trained, generator, LATENTS, folders)
             place = shipped_density(weights_folder() / f"{name}.safetensors")
-            save_density(part := stack.enter_context(whole(place)), density, generator, half=True)
+            save_density(part := stack.enter_context(whole(place)), density, generator, LATENTS, half=True)
             beside = part.stat().st_size
         card, file = write_entry(card, stored[kind], facts, beside=beside)
     return Added(card, file, metrics)
@@ -167,7 +170,7 @@ def require_room(name: str, size: int, task: str) -> None:
 
 
 def cost(trained: Trained, metrics: dict[str, dict[str, float]]) -> float:
-    """Return by how much rounding to float16 worsens the metric that is quoted, relative to it if it is above 1."""
+    """Return how much rounding to float16 worsens the quoted metric; relative to it if it is above 1."""
     full, half = (metrics[kind][trained.task.best_metric] for kind in ("float32", "float16"))
     worse = full - half if trained.task.best_is_largest else half - full
     return worse / max(1.0, abs(full))
@@ -190,10 +193,11 @@ def training_of(run: Run, trained: Trained, weights: str, samples: int) -> Train
 
 
 def training_command(source: RecipeFile) -> str:
-    """Return the shortest command that trains a recipe as it was changed: a budget, and changes where they differ."""
+    """Return the shortest command that trains a changed recipe: a budget, and the changes that differ from it."""
     tables = portable(source.tables)
+    budgets = tables.pop("budget", {})  # may have changed since; they are no part of what was trained
     choices = []
-    for budget in (None, *tables.get("budget", {})):
+    for budget in (None, *budgets):
         words = ["equipoise", "train", source.name, *(("--budget", budget) if budget else ())]
         changes = list(differences(open_recipe(source.name, budget).tables, tables))
         choices.append((len(changes), [*words, *changes]))
@@ -201,7 +205,7 @@ def training_command(source: RecipeFile) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the changes, as ``key=value``, that lead from some tables to others; none expresses a missing key."""
+    """Yield the changes, as ``key=value``, that lead from one set of tables to another; keys cannot be removed."""
     for key, value in after.items():
         old = before.get(key)
         if value == old:
@@ -239,6 +243,6 @@ def commit() -> str:
 
 
 def card_text(card: Card) -> str:
-    """Write a card as the file that reads as it."""
+    """Return the text of a card's file."""
     heading = f"# Card of {card.name.rpartition('/')[2]}.safetensors, written by `equipoise weights --add`."
     return "\n".join([heading, *toml_lines(plain(card))]) + "\n"

@@ -40,6 +40,11 @@ class Attacked:
     def succeeded(self) -> bool:
         return next(iter(self.attacked)) != self.label
 
+    @property
+    def wrong_before(self) -> bool:
+        """Whether the image was misclassified before the attack."""
+        return next(iter(self.clean)) != self.label
+
 
 def attack_image(
     run: Run,
@@ -73,7 +78,8 @@ def attack_image(
     """
     picture = new_png(Path(f"{image.stem}-attacked.png") if out is None else out)
     require_number("--radius", radius, above=0)
-    require_number("--steps", steps, at_least=1, whole=True, optional=True)
+    if steps is not None:
+        require_number("--steps", steps, at_least=1, whole=True)
     budget = Budget(radius=radius, norm=norm, steps=STEPS.get(attack, 20) if steps is None else steps)
     method = ATTACKS[attack]
     trained = open_trained(run, machine, weights, sections=(*MODEL_SECTIONS, "task"))

@@ -19,6 +19,7 @@ from equipoise.lab.recipes.schema import TableSpec
 from equipoise.lab.results.stored import Measurement, Number, Stored, opened, read_log
 from equipoise.lab.results.table_rows import Cell, cells_of, epochs_of
 from equipoise.lab.training.evaluate import format_metric
+from equipoise.options import is_number
 
 
 class Mark(StrEnum):
@@ -44,7 +45,7 @@ class ValueSpec:
         file: JSON file or log of the results
         at: path in the file: keys, numbers of entries (-1 is the last), "*" for every entry, "key=value" for the
             entries of a list with this value
-        take: what to take of several entries
+        take: what to take of several entries; "least" leaves out those that are null, others reject them
         over: value to divide by
     """
 
@@ -145,7 +146,8 @@ def judge(claim: Claim, stored: Stored) -> Verdict:
         outcomes.append(outcome)
         final.append(left.full and right.full)
         says = {True: "holds", False: "fails", None: "within the margin"}[outcome]
-        amount = f"{100 * margin:.2g} points" if "%" in left.text else f"{margin:.2g}"
+        points = "%" in left.text and comparison.left.over is None
+        amount = f"{100 * margin:.2g} points" if points else f"{margin:.2g}"
         by = f" {'up to' if comparison.rule in ('reaches', 'within') else 'by more than'} {amount}" if margin else ""
         reasons.append((f"{left.text} {RULES[comparison.rule]} {right.text}{by}: {says}", files))
     if missing:
@@ -183,9 +185,19 @@ def value_of(spec: ValueSpec, stored: Stored) -> Value:
     below = value_of(read(ValueSpec, spec.over, (), Where("claims")), stored)
     if value.number is None or below.number is None:
         return value if value.number is None else below
-    ratio = Number(value.number.mean / below.number.mean)
+    if not below.number.mean:
+        return Value(None, f"{value.text} / {below.text}, which has no value", value.file or below.file)
+    ratio = quotient(value.number, below.number)
     text = f"{ratio.mean:.3g} ({value.text} / {below.text})"
     return Value(ratio, text, value.file or below.file, value.full and below.full)
+
+
+def quotient(above: Number, below: Number) -> Number:
+    """Return the quotient of two numbers, with the spread that theirs give it to first order."""
+    mean = above.mean / below.mean
+    if above.spread is None and below.spread is None:
+        return Number(mean)
+    return Number(mean, math.hypot(above.spread or 0.0, mean * (below.spread or 0.0)) / abs(below.mean))
 
 
 def plain_value(spec: ValueSpec, stored: Stored) -> Value:
@@ -197,7 +209,7 @@ def plain_value(spec: ValueSpec, stored: Stored) -> Value:
         if spec.run not in stored.runs:
             return Value(None, f"the run {spec.run}")
         run = stored.runs[spec.run]
-        return measured_value(run, spec.run, spec.metric, run.asked.budget is None)
+        return measured_value(run, spec.run, spec.metric, run.full)
     if not (stored.folder / spec.file).exists():
         return Value(None, spec.file)
     return file_value(spec, stored)
@@ -240,10 +252,15 @@ def file_value(spec: ValueSpec, stored: Stored) -> Value:
     path = stored.folder / spec.file
     content = read_log(path) if spec.file.endswith(".jsonl") else read_json(path)
     found = reduce(lambda places, key: [entry for place in places for entry in step(place, key)], spec.at, [content])
-    numbers = [float(entry) for entry in found if isinstance(entry, int | float)]
+    numbers = [float(entry) for entry in found if is_number(entry)]
     where = " / ".join(spec.at)
     if not numbers or (spec.take == "only" and len(found) > 1):
         raise RecipeError(f"{spec.file} has {len(found)} values at {where}: a claim needs one, or `take` of several.")
+    if len(numbers) < len(found) and spec.take != "least":  # null is a number that is not finite, or was never reached
+        raise RecipeError(
+            f"{spec.file} has {len(found)} values at {where}, of which {len(found) - len(numbers)} are not finite: the "
+            "most or the mean of the others would leave them out."
+        )
     take = {"only": max, "least": min, "most": max, "mean": lambda n: reduce(operator.add, n) / len(n)}[spec.take]
     number = Number(take(numbers))
     return Value(number, f"{number.mean:.4g}", spec.file, full=False)

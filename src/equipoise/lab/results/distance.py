@@ -13,6 +13,7 @@ from equipoise.lab.files import write_json
 from equipoise.lab.results.features import Features, open_features
 from equipoise.lab.results.sample import (
     BATCH,
+    LARGEST_SEED,
     STEPS,
     decoded,
     drawn_latents,
@@ -102,6 +103,7 @@ def run_distances(
         ...     print(run_distances(open_run("runs/jiio-celeba-001"), machine).samples)
     """
     require_number("images", images, at_least=2, whole=True)
+    require_number("seed", seed, at_least=0, at_most=LARGEST_SEED, whole=True)
     trained, model = open_generator(run, machine, weights)
     network = open_features(features, folders)
     network.network.to(trained.setting.device)

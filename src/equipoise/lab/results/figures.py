@@ -36,6 +36,7 @@ Records = Sequence[Mapping[str, Any]]
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#aa4499"  # distinct to color-blind readers, too
 SPLITS = {"train": ("training", BLUE), "val": ("validation", ORANGE), "test": ("test", GREEN)}
 DIRECTION_COLORS: dict[str, str] = dict(zip(DIRECTIONS, (BLUE, ORANGE), strict=True))
+DASHES = ("-", "--", "-.", ":")
 MAX_BARS = 40
 RESIDUAL = r"relative residual  $\|{f}(z)-z\| \,/\, \|{f}(z)\|$"
 DIVERGED = 1e3  # residuals above it are outside the panel
@@ -108,6 +109,48 @@ def comparison(logs: Mapping[str, Records]) -> Titled:
         figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(epochs) / columns))
         figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
         yield f"Validation {metric}", finish(figure, axis, legend=False)
+
+
+def row_curves(rows: Sequence[tuple[str, str, Sequence[Records]]]) -> Figure | None:
+    """Plot the metric of every row of a table over epochs and over wall-clock time, with its spread over seeds.
+
+    Test metrics are shown if all rows measured them after every epoch, validation metrics otherwise. Rows of another
+    metric than the first, and rows whose metric is not measured after every epoch, are left out; None if none is left.
+
+    Args:
+        rows: label and metric of every row, and the epochs in the log of each of its seeds.
+    """
+    metric = rows[0][1]
+    logs_of = {label: logs for label, name, logs in rows if name == metric}
+
+    def has(split: str, logs: Sequence[Records]) -> bool:
+        return all(metric in epoch.get(split, {}) for log in logs for epoch in log)
+
+    split = "test" if all(has("test", logs) for logs in logs_of.values()) else "val"
+    drawn = {label: logs for label, logs in logs_of.items() if has(split, logs)}
+    if max((len(log) for logs in drawn.values() for log in logs), default=0) < 2:
+        return None
+    figure, axes = panels(1, 2, height=4.2 + 0.25 * math.ceil(len(drawn) / 2), sharey=True)
+    name = f"{SPLITS[split][0]} {metric}"
+    for (label, logs), color, dashes in zip(drawn.items(), colors(len(drawn)), itertools.cycle(DASHES)):
+        shared = list(zip(*logs, strict=False))  # epochs that every seed has finished
+        values = torch.tensor([[epoch[split][metric] for epoch in seeds] for seeds in shared], dtype=torch.float64)
+        mean, deviation = values.mean(1), values.std(1) if values.shape[1] > 1 else torch.zeros(len(values))
+        minutes = [sum(epoch["seconds"] for epoch in seeds) / len(seeds) / 60 for seeds in shared]
+        for axis, at in zip(axes[0], ([seeds[0]["epoch"] for seeds in shared], minutes), strict=True):
+            axis.plot(at, mean, dashes, color=color, label=plain(label), marker="o", markersize=3)
+            axis.fill_between(at, mean - deviation, mean + deviation, color=color, alpha=0.15, linewidth=0)
+    for axis, label in zip(axes[0], ("epoch", "minutes of training"), strict=True):
+        axis.set_xlabel(label)
+        tidy(axis)
+    whole_numbers(axes[0][0].xaxis)
+    axes[0][0].set_ylabel(plain(name))
+    if "accuracy" in name:
+        percentages(axes[0][0])
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False
+    )
+    return figure
 
 
 def histograms(sums: Sums) -> Titled:

@@ -48,7 +48,7 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
         runs: runs, finished or not; the page names what is missing.
         machine: device for evaluating the test split.
         folders: folders searched first for data.
-        out: file of the page; None for report.html in the first run's folder.
+        out: file of the page; None for report.html in the first run's folder. An earlier report is replaced.
 
     Returns:
         The path of the page.
@@ -66,11 +66,17 @@ def write_report(runs: Sequence[Run], machine: Machine, folders: Sequence[Path] 
     path = path / "report.html" if path.is_dir() else path
     if path.suffix == ".md":
         raise ValueError(f"the report's file is {path}; .md is the name of its tables: choose .html.")
+    tables = path.with_suffix(".md")
+    if out is not None and tables.exists() and not path.exists():  # somebody's own file
+        raise ValueError(
+            f"{tables}, the file of the report's tables, exists without a report {path.name}: remove it, or give "
+            "another file with --out."
+        )
     if machine.leads:
         alone = Machine(machine.device)  # other processes do not take part
         summaries = [summarize_run(run, label, alone, folders) for run, label in zip(runs, labels(runs), strict=True)]
-        write_text(path, printable_text(page(summaries, path.with_suffix(".md").name)))
-        write_text(path.with_suffix(".md"), printable_text(markdown(summaries)))
+        write_text(path, printable_text(page(summaries, tables.name)))
+        write_text(tables, printable_text(markdown(summaries)))
     return path
 
 

@@ -13,6 +13,7 @@ from equipoise.lab.data.inventory import folder_of
 from equipoise.lab.files import read_json, whole, write_json, write_text
 from equipoise.lab.recipes.build import check, module_of, trust_words
 from equipoise.lab.recipes.reading import (
+    SAVED,
     RecipeError,
     RecipeFile,
     budget_changes,
@@ -26,14 +27,15 @@ from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.results.costs import HEADINGS, costs, shown
 from equipoise.lab.results.distance import add_distances
 from equipoise.lab.results.features import open_features
-from equipoise.lab.runs.folder import Run, new_folder, open_run
+from equipoise.lab.results.stored import same
+from equipoise.lab.runs.folder import Run, RunError, new_folder, open_run
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
 from equipoise.lab.training.trainer import Stopped, train_run
 from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName
 from equipoise.registry import Registry, UnknownName, call, check_options, looking_up, parameters
 
-# Arguments that a figure function may have beside its options. Without "runs", nothing is trained.
+# Arguments that a figure function may have besides its options. Without "runs", nothing is trained.
 FIGURE_FACTS = ("runs", "recipes", "machine", "folders", "path")
 # The shape of reproduce.json and figure.json.
 REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}
@@ -104,7 +106,22 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
         if machine.leads and lines:
             print("\n" + markdown(table, lines, budget, len(pairs)))
             print(f"table             {folder / 'table.md'}", flush=True)
+            draw_rows(folder, lines)
     return folder / "table.md"
+
+
+def draw_rows(folder: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Draw the metric of every finished row over epochs and over time, where it was measured after every epoch."""
+    from equipoise.lab.results.figures import row_curves
+
+    rows = [
+        (line["label"], line["metric"], [run.epochs() for run in runs_in(folder / line["folder"])]) for line in lines
+    ]
+    figure = row_curves(rows)
+    if figure is not None:
+        with whole(folder / "table.png") as part:
+            figure.savefig(part, format="png", dpi=150)
+        print(f"picture           {folder / 'table.png'}", flush=True)
 
 
 def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list[tuple[Row, RecipeFile]]:
@@ -133,16 +150,17 @@ def measured(row: Row, folder: Path) -> dict[str, Any]:
     runs = runs_in(folder)
     results = [run.result or {} for run in runs]
     summary = summarize(results)
-    if row.metric not in summary:
+    if not all(row.metric in result.get("test", {}) for result in results):
         raise RecipeError(f"row {row.label!r}: the runs have no metric {row.metric!r}; they have {', '.join(summary)}.")
+    found = summary.get(row.metric, {"mean": None, "spread": None})  # a seed's number is not finite
     return {
         "label": row.label,
         "recipe": row.recipe,
         "metric": row.metric,
         "paper": row.paper,
         "paper_spread": row.spread,
-        "measured": summary[row.metric]["mean"],
-        "spread": summary[row.metric]["spread"] if len(runs) > 1 else None,
+        "measured": found["mean"],
+        "spread": found["spread"] if len(runs) > 1 else None,
         "seeds": len(runs),
         "parameters": results[0].get("parameters"),
         "epochs": results[0].get("epochs"),
@@ -186,7 +204,7 @@ def draw_figure(
     name: str,
     budget: str | None,
     changes: Sequence[str],
-    given: Sequence[Path],
+    given: Sequence[str | Path],
     parent: Path,
     machine: Machine,
     folders: Sequence[Path],
@@ -197,7 +215,8 @@ def draw_figure(
 
     Args:
         changes: changes ``"key=value"`` of the figure's options or of its recipes.
-        given: folders of trained runs, one per recipe; empty to train them.
+        given: trained runs, one per recipe, as :func:`~equipoise.lab.runs.folder.open_run` takes them; empty to train
+            them.
         trust: modules outside the package that files of the given runs may name.
     """
     source, for_recipes = open_figure(name, budget, changes)
@@ -338,7 +357,7 @@ def new_request(
     parent: Path,
     machine: Machine,
 ) -> Path:
-    """Make a new folder for a table or figure with a file of what was asked for, from which it can be continued."""
+    """Make a new folder for a table or figure, with a file of the request, from which it can be continued."""
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         full_name = str(Path(name).resolve()) if source.folder else name
@@ -364,7 +383,7 @@ def introduce(
 
 
 def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None:
-    """Raise MissingData, naming every missing data set, before the first of several training runs."""
+    """Raise MissingData, naming every missing data set, before any training starts."""
     missing: dict[str, MissingData] = {}
     for data in (recipe.read(Recipe).data for recipe in recipes):
         if data.name in ABOUT and not folder_of(data.name, folders):  # data sets from outside are checked when loaded
@@ -379,19 +398,32 @@ def require_data(recipes: Iterable[RecipeFile], folders: Sequence[Path]) -> None
         raise MissingData(f"{len(missing)} data sets are missing or incomplete; to get {names}.")
 
 
+def saved_tables(folder: Path) -> dict[str, Any] | None:
+    """Return the tables of the recipe that a folder was begun with, or None if it is not that of a run or sweep."""
+    files = [folder / name for name in ("run.json", "sweep.json") if (folder / name).is_file()]
+    return read_json(files[0], SAVED)["tables"] if files else None
+
+
 def trained_in(
     folder: Path, place: str, recipe: RecipeFile, machine: Machine, folders: Sequence[Path], again: Sequence[str]
 ) -> Path:
-    """Train a recipe in a subfolder, or finish what was begun there; return the folder of the run or sweep.
+    """Train a recipe in a subfolder, or finish a run started there; return the folder of the run or sweep.
 
     Args:
-        again: words that the command to continue needs beside the folder, should training be stopped.
+        again: words that the command to continue needs besides the folder, if training is stopped.
     """
-    begun = machine.share(sorted((folder / place).glob("*-*"))[:1])
+    there = ((path, saved_tables(path)) for path in sorted((folder / place).glob("*-*")))
+    found = [(path, tables) for path, tables in there if tables is not None]  # others were killed as they were made
+    begun = machine.share(found[:1])
     try:
-        if begun:
-            resume_folder(begun[0], machine, folders, trust=recipe.where.trust)
-            return begun[0]
+        for path, tables in begun:
+            if not same(tables, recipe.tables):
+                raise RunError(
+                    f"{path} was begun with another recipe than {recipe.name} is now, with the changes of the table or "
+                    f"figure. Finish it on its own by `equipoise resume {path}`, and start the table or figure again."
+                )
+            resume_folder(path, machine, folders, trust=recipe.where.trust)
+            return path
         begin = train_run if recipe.recipe.seeds == 1 else train_sweep
         return begin(recipe, folder / place, machine, folders)
     except Stopped as stopped:

@@ -1,5 +1,6 @@
 """Restore an image file with a trained generator: a strip of what was given, some steps, and the result."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from equipoise.tasks.restoration import Panel, Restoration, network_panels, stri
 from equipoise.tasks.restore_images import STEPS
 
 PROBLEMS = tuple(problem for problem in KINDS if problem != "reconstruct")
+MOST_STEPS = 1_000_000
+MOST_NOISE = 1000  # standard deviation; squares of much larger numbers overflow
 SMALLEST = 11  # side of the window of the structural similarity
 
 
@@ -53,10 +56,12 @@ class Request:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_number("--steps", self.steps, at_least=1, whole=True)
+        require_number("--steps", self.steps, at_least=1, at_most=MOST_STEPS, whole=True)
         require_number("--seed", self.seed, at_least=0, at_most=LARGEST_SEED, whole=True)
         if (self.problem is None) == (self.mask is None):
             raise ValueError("Request needs exactly one of problem and mask.")
+        if self.problem == "denoise" and self.amount is not None and self.amount > MOST_NOISE:
+            raise ValueError(f"--denoise is {self.amount:g}; it must be at most {MOST_NOISE}: pixels are in [-1, 1].")
         if self.degraded and self.problem == "inpaint":
             raise ValueError(
                 "--inpaint hides a random square of a whole image. To restore an image that is degraded already, mark "
@@ -118,6 +123,7 @@ def restore_image(
         panels: list[Panel]
         if network is not None:
             panels, images = network_panels(network, y, physics, truth)
+            notes.append("the run was trained to map measurements to images: there are no joint steps.")
         else:
             panels, restored = strip_panels(generator, y, physics, truth, request.steps, lambda progress: bar.update())
             images = restored.images
@@ -155,18 +161,20 @@ def read_image(request: Request, shape: Sequence[int]) -> tuple[Tensor, list[str
         factor = int(request.degradation.amount or 1)
         height, width = height // factor, width // factor
     sizes: list[tuple[int, int]] = []
-    image, _ = read_image_file(
-        request.image, shape[0], (height, width), check=lambda *size: sizes.append((size[0], size[1]))
+    image, note = read_image_file(
+        *(request.image, shape[0], (height, width)),
+        check=lambda *size: sizes.append((size[0], size[1])),
+        note_above=math.inf,  # its size is noted here
     )
-    before = sizes[0]
+    before, notes = sizes[0], [note] if note else []
     if before == (height, width):
-        return image, []
+        return image, notes
     (top, left, rows, columns), name = middle(before, (height, width)), printable(request.image)
     part = f"its middle {columns} x {rows} was cropped and " if (top, left) != (0, 0) else "it was "
     verdict = f"{part}resized to {width} x {height}, the size of the generator's images"
     if request.degraded and request.problem == "upscale":
         verdict += f" divided by {height and shape[1] // height}"
-    return image, [f"{name} is {before[1]} x {before[0]}: {verdict}."]
+    return image, [*notes, f"{name} is {before[1]} x {before[0]}: {verdict}."]
 
 
 def read_mask(file: Path, image: Path, shape: Sequence[int]) -> Tensor:

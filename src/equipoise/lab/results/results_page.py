@@ -64,7 +64,7 @@ def write_page(folder: Path, out: Path) -> ResultsPage:
 
 def difference(page: ResultsPage, out: Path) -> str:
     """Return a sentence with the first line in which a file differs from the page; an empty string if none does."""
-    written = out.read_text(encoding="utf-8").split("\n") if out.exists() else []
+    written = out.read_text(encoding="utf-8", errors="replace").split("\n") if out.exists() else []
     lines = page.text.split("\n")
     if written == lines:
         return ""

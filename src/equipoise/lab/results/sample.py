@@ -24,11 +24,12 @@ from equipoise.models.generator.density import FEWEST, DensitySize, LatentDensit
 from equipoise.options import require_number
 from equipoise.tasks.latent_vectors import fit, generator_in, squared_error
 
-DENSITY = "density-{}.safetensors"  # in the run's folder, by the weights it belongs to
+DENSITY = "density-{}.safetensors"  # in the run's folder; {} is "best" or "last", the weights it belongs to
 STEPS = 40  # joint steps that find the latent vector of an image
-LATENTS = 2000  # training images to whose latent vectors a density is fitted
+LATENTS = 2000  # number of training images that a density of latent vectors is fitted to
 BATCH = 50
-LARGEST_SEED = 2**63 - 1  # that torch takes
+MOST_IMAGES = 10_000  # in a picture
+LARGEST_SEED = 2**63 - 1  # the largest that torch accepts
 
 
 def open_generator(
@@ -67,14 +68,15 @@ def sample_images(
     """Draw images and write them as one grid (.png).
 
     A VAE is sampled from its prior, N(0, I), unless ``latents`` is given. Otherwise, the first call fits a density to
-    the latent vectors of training images, see :func:`latent_vectors`, and keeps it in the run's folder.
+    the latent vectors of training images, see :func:`latent_vectors`, and keeps it in the run's folder; so does a later
+    call with another number of ``latents``.
 
     Args:
         out: file to write; it must not exist.
         samples: number of images.
         seed: seed of the samples.
-        latents: number of training images whose latent vectors the density is fitted to; None for 2000, or for the
-            prior of a VAE.
+        latents: number of training images whose latent vectors the density is fitted to. None: 2000, or the prior of
+            a VAE.
         folders: folders to look for the training images in first.
 
     Returns:
@@ -84,7 +86,7 @@ def sample_images(
         >>> with this_machine() as machine:
         ...     sample_images(open_run("runs/jiio-celeba-001"), machine, Path("faces.png"))
     """
-    require_number("samples", samples, at_least=1, whole=True)
+    require_number("samples", samples, at_least=1, at_most=MOST_IMAGES, whole=True)
     require_number("seed", seed, at_least=0, at_most=LARGEST_SEED, whole=True)
     new_png(out)
     trained, model = open_generator(run, machine, weights)
@@ -103,24 +105,25 @@ def drawn_latents(
     latents: int | None = None,
     folders: Sequence[Path] = (),
 ) -> tuple[Tensor, LatentDensity | None]:
-    """Draw latent vectors; return them with the density they are from. See :func:`sample_images`."""
+    """Draw latent vectors as :func:`sample_images` does; return them with the density they were drawn from."""
     model, draws = generator_in(trained.model), torch.Generator().manual_seed(seed)
     if latents is None and isinstance(trained.model, VariationalAutoencoder):
         return torch.randn(samples, model.latent, generator=draws).to(trained.setting.device), None
-    latents = LATENTS if latents is None else latents
-    require_number("latents", latents, at_least=FEWEST, whole=True)
+    if latents is not None:
+        require_number("latents", latents, at_least=FEWEST, whole=True)
     density = density_of(run, trained, model, weights, latents, folders)
     return density.sample(samples, draws), density
 
 
 def density_of(
-    run: Run, trained: Trained, model: Decoder, weights: str, latents: int, folders: Sequence[Path]
+    run: Run, trained: Trained, model: Decoder, weights: str, latents: int | None, folders: Sequence[Path]
 ) -> LatentDensity:
-    """Return the density kept in the run's folder or shipped, or fit it."""
-    if (kept := kept_density(run, trained, model, weights)) is not None:
+    """Return the density kept in the run's folder or shipped, or fit it, if ``latents`` is another number than then."""
+    if (kept := kept_density(run, trained, model, weights, latents)) is not None:
         return kept
+    latents = LATENTS if latents is None else latents
     density = new_density(run, trained, model, latents, folders)
-    save_density(run.folder / DENSITY.format(weights), density, model)
+    save_density(run.folder / DENSITY.format(weights), density, model, latents)
     return density
 
 
@@ -134,10 +137,14 @@ def mark_of(model: Decoder) -> str:
     return checkpoints.checksum(checkpoints.model_tensors(model), "")
 
 
-def save_density(file: Path, density: LatentDensity, model: Decoder, half: bool = False) -> None:
-    """Write a density; with ``half``, its matrices in float16, which loading widens."""
+def save_density(file: Path, density: LatentDensity, model: Decoder, latents: int, half: bool = False) -> None:
+    """Write a density, with the number of ``latents`` that it was to be fitted to.
+
+    Args:
+        half: whether to write matrices in float16, which loading widens.
+    """
     tensors = {name: t.half() if half and t.dim() > 1 else t for name, t in density.state_dict().items()}
-    checkpoints.save(file, tensors, {"size": asdict(density.size), "weights": mark_of(model)})
+    checkpoints.save(file, tensors, {"size": asdict(density.size), "weights": mark_of(model), "latents": latents})
 
 
 def new_density(run: Run, trained: Trained, model: Decoder, latents: int, folders: Sequence[Path]) -> LatentDensity:
@@ -152,13 +159,21 @@ def new_density(run: Run, trained: Trained, model: Decoder, latents: int, folder
         return fit_density(found, each=lambda _: bar.refresh())
 
 
-def kept_density(run: Run, trained: Trained, model: Decoder, weights: str) -> LatentDensity | None:
-    """Return the density kept in the run's folder or shipped, or None if no density belongs to these weights."""
+def kept_density(
+    run: Run, trained: Trained, model: Decoder, weights: str, latents: int | None = None
+) -> LatentDensity | None:
+    """Return the density kept in the run's folder or shipped, or None if no density belongs to these weights.
+
+    Args:
+        latents: number of latent vectors that it must have been fitted to; None for any.
+    """
     for file in (run.folder / DENSITY.format(weights), *(() if run.file is None else (shipped_density(run.file),))):
         if file.exists():
             tensors, text = checkpoints.contents(file)
             with checkpoints.fitting(file):
-                if (facts := parse(text))["weights"] == mark_of(model):
+                facts = parse(text)
+                count = facts.get("latents", LATENTS)  # earlier versions do not record it
+                if facts["weights"] == mark_of(model) and latents in (None, count):
                     density = LatentDensity(DensitySize(**facts["size"])).to(trained.setting.device)
                     density.load_state_dict(tensors)
                     return density.eval()
@@ -177,7 +192,7 @@ def latents_of(run: Run, trained: Trained, model: Decoder, count: int, folders: 
 
 
 def latent_vectors(trained: Trained, model: Decoder, images: Tensor) -> Tensor:
-    """Return the latent vectors of images: those of an autoencoder's encoder; else they are found by joint steps."""
+    """Return the latent vectors of images: from the encoder of an autoencoder, otherwise by joint steps."""
     with quiet_failures(), torch.no_grad():
         if isinstance(trained.model, Autoencoder):
             with trained.setting.autocast():
@@ -204,7 +219,7 @@ def interpolate_images(
     Returns:
         Remarks on how the files were changed.
     """
-    require_number("frames", frames, at_least=2, whole=True)
+    require_number("frames", frames, at_least=2, at_most=MOST_IMAGES, whole=True)
     new_png(out)
     trained, model = open_generator(run, machine, weights, files=True)
     read = [

@@ -20,6 +20,7 @@ from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs.folder import Run, RunError
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.evaluate import quiet_failures, solve_metrics, solve_sums
+from equipoise.options import require_number
 from equipoise.tasks.drawing import class_colors, overlay
 from equipoise.tasks.segmentation import Segmentation
 
@@ -61,6 +62,8 @@ def segment_images(
         ...     for segmented in segment_images(open_run("runs/mdeq-camvid-small-001"), [Path("street.png")], machine):
         ...         print(segmented.shares)
     """
+    for length in window or ():
+        require_number("--window", length, at_least=1, whole=True)
     pictures = new_pictures(images, out)
     changes = [] if window is None else [f"window={list(window)}"]
     trained = open_trained(run, machine, weights, changes=changes, sections=(*MODEL_SECTIONS, "task"))
@@ -68,20 +71,22 @@ def segment_images(
     if not isinstance(task, Segmentation):
         raise RunError(
             f"{run} was trained for the task {trained.recipe.task.name!r}; `equipoise segment` requires the "
-            "task 'segmentation'. `equipoise predict` works with any task."
+            "task 'segmentation'; `equipoise predict` classifies images."
         )
     if channels not in MODES:
         raise RunError(f"the run's inputs have {channels} channels; image files require 1 or 3.")
     names = task.class_names
     for picture, file in zip(pictures, images, strict=True):
-        image, _ = read_image_file(file, channels, check=partial(check_memory, channels=channels, classes=len(names)))
+        image, white = read_image_file(
+            file, channels, check=partial(check_memory, channels=channels, classes=len(names))
+        )
         windowed, note = in_windows(task, *image.shape[-2:])
         label_map, solver = segment_image(trained, windowed, image)
         with whole(picture) as part, whole(classes_file(picture)) as classes_part:  # both or neither
             colored = overlay(image / 255, label_map, class_colors(names))
             write_png(part, (255 * colored).round().byte().permute(1, 2, 0))
             write_png(classes_part, label_map.to(torch.uint8 if len(names) <= 256 else torch.uint16))
-        yield Segmented(picture, classes_file(picture), task.shares(label_map), solver, note)
+        yield Segmented(picture, classes_file(picture), task.shares(label_map), solver, f"{note} {white}".strip())
 
 
 def segment_image(trained: Trained, task: Segmentation, image: Tensor) -> tuple[Tensor, dict[str, Any]]:

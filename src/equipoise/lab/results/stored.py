@@ -12,7 +12,6 @@
 """
 
 import copy
-import math
 import re
 import shlex
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.lab.files import DamagedFile, finite, read_json
+from equipoise.lab.recipes.build import source_digests
 from equipoise.lab.recipes.reading import (
     RecipeError,
     RecipeFile,
@@ -36,7 +36,7 @@ from equipoise.lab.recipes.reading import (
 )
 from equipoise.lab.recipes.schema import Row, TableSpec
 from equipoise.lab.runs.folder import ORIGIN, RESULT, read_record
-from equipoise.lab.runs.sources import changed_files, source_digests
+from equipoise.options import is_number
 
 ROW = {"label": str, "recipe": str, "metric": str, "measured": (float, int, type(None)), "seeds": int, "folder?": str}
 ROW |= {"spread?": (float, int, type(None)), "parameters?": (int, type(None)), "epochs?": (int, type(None))}
@@ -87,9 +87,16 @@ class Asked:
     changes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, command: str) -> "Asked":
-        """Read a command such as ``equipoise train mondeq/mnist-fc --budget small optimizer.lr=0.01``."""
-        words = shlex.split(command.replace("--budget=", "--budget "))[2:]
+    def of(cls, command: str, file: Path | str = "") -> "Asked":
+        """Read a command such as ``equipoise train mondeq/mnist-fc --budget small optimizer.lr=0.01``.
+
+        Args:
+            file: file that has the command, for errors.
+        """
+        try:
+            words = shlex.split(command.replace("--budget=", "--budget "))[2:]
+        except ValueError as error:
+            raise DamagedFile(f"{file}: its command {command!r} cannot be split into words: {error}.") from None
         budget = words[words.index("--budget") + 1] if "--budget" in words[:-1] else None
         plain = [word for word in words if not word.startswith("-")]
         changes = tuple(word for word in plain if re.match(r"[\w.-]+=", word))
@@ -112,6 +119,7 @@ class Measurement:
     origin: dict[str, Any] | None = None  # as runs record it
     noted: Noted = Noted()
     label: str = ""  # of a row of a stored table
+    sources: tuple[dict[str, str], ...] = ()  # digests of the code of every seed, as its origin records them
     logs: tuple[str, ...] = ()  # files
     metrics: tuple[str, ...] = ()  # names of the numbers that are test metrics of a run
 
@@ -129,7 +137,15 @@ class Measurement:
         if self.origin is None:
             return None
         changed = [] if recipe is not None and same(recipe, self.origin["tables"]) else ["recipe"]
-        return changed + changed_files(self.origin["sources"], source_digests(self.origin["tables"]))
+        now = source_digests(self.origin["tables"])
+        files = {file for before in self.sources or (self.origin["sources"],) for file in changed_files(before, now)}
+        return changed + sorted(files)
+
+    @property
+    def full(self) -> bool:
+        """Whether it was trained with the paper's budget and nothing was changed that matters."""
+        published = recipe_tables(self.asked.recipe, None)
+        return published is not None and self.recipe_today is not None and same(self.recipe_today, published)
 
 
 @dataclass(frozen=True)
@@ -257,7 +273,10 @@ def read_stored(folder: Path) -> Stored:
 def read_origins(path: Path) -> dict[str, Noted]:
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFile(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}.") from None
     where = Where(str(path), text)
     try:
         return read(dict[str, Noted], tomllib.loads(text), (), where)
@@ -266,8 +285,9 @@ def read_origins(path: Path) -> dict[str, Noted]:
 
 
 def read_runs(folder: Path, name: str, files: list[str], noted: Noted) -> Measurement:
-    """Read the results of one run, or of one for each seed."""
+    """Read the results of one run, or of one for each seed; raise DamagedFile if they are not of one recipe."""
     results = [read_json(folder / file, RESULT) for file in files]
+    require_one_recipe(folder, files, [result.get("origin") for result in results])
     logs = [file.replace(".result.json", ".log.jsonl") for file in files]
     figures, tests = [log_figures(folder / log) for log in logs], [result["test"] for result in results]
     columns = [numeric(test) | solves(test) | logged for test, logged in zip(tests, figures, strict=True)]
@@ -279,16 +299,32 @@ def read_runs(folder: Path, name: str, files: list[str], noted: Noted) -> Measur
         name=name,
         file=files[0],
         numbers=numbers,
-        asked=Asked.of(command),
+        asked=Asked.of(command, folder / files[0] if origin else folder / "origins.toml"),
         command=command,
         epochs=first.get("epochs", int(figures[0].get("epochs", 0)) or None),
         seconds=sum(result["seconds"] for result in results),
         parameters=first["parameters"],
         origin=origin,
+        sources=tuple(result["origin"]["sources"] for result in results if origin),
         noted=noted,
         logs=tuple(log for log in logs if (folder / log).exists()),
         metrics=tuple(key for key in numeric(first["test"]) if key in numbers),
     )
+
+
+def require_one_recipe(folder: Path, files: list[str], origins: list[dict[str, Any] | None]) -> None:
+    """Raise DamagedFile unless results of one name, which are averaged, are those of seeds of the same recipe."""
+    for file, origin in zip(files[1:], origins[1:], strict=True):
+        seeds = all(".seed-" in Path(each).name for each in (files[0], file))
+        if origin is None or origins[0] is None:
+            alike = origin is origins[0]
+        else:
+            alike = same(origin["tables"], origins[0]["tables"])
+        if not (seeds and alike):
+            raise DamagedFile(
+                f"{folder / files[0]} and {folder / file} have the name of one result, but are not seeds of one recipe "
+                "that could be averaged: remove the one that is out of date, or rename it."
+            )
 
 
 def read_table(folder: Path, file: str, noted: dict[str, Noted]) -> StoredTable:
@@ -332,7 +368,7 @@ def read_evaluation(stored: Stored, name: str, noted: Noted) -> Measurement:
         name=name,
         file=f"{name}.json",
         numbers={key: Number(value) for key, value in metrics.items()},
-        asked=Asked.of(f"equipoise train {noted.fills}"),
+        asked=Asked.of(f"equipoise train {noted.fills}", stored.folder / "origins.toml"),
         command=noted.command,
         epochs=run.epochs,
         seconds=run.seconds,
@@ -342,7 +378,7 @@ def read_evaluation(stored: Stored, name: str, noted: Noted) -> Measurement:
 
 
 def numeric(metrics: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return {key: value for key, value in metrics.items() if is_number(value)}
 
 
 def solves(test: dict[str, Any]) -> dict[str, float]:
@@ -395,3 +431,8 @@ def with_total(figures: dict[str, float]) -> dict[str, float]:
     """Add the evaluations per minibatch, forward and backward together."""
     parts = [figures[name] for name in ("forward evaluations", "backward evaluations") if name in figures]
     return {**figures, "evaluations per minibatch": sum(parts)} if parts else figures
+
+
+def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the files that differ between two sets of digests, or are in only one of them."""
+    return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))

@@ -7,7 +7,7 @@
         checkpoints/last.safetensors checkpoint to continue from
         checkpoints/best.safetensors best weights by the validation metric
         checkpoints/epoch-0005.safetensors  weights after an epoch, if the recipe keeps them
-        result.json                  written at the end of training; says where it comes from
+        result.json                  test metrics and their origin, written at the end of training
         report.html, report.md       written by `equipoise report`
         tensorboard/                 if tensorboard is installed
 
@@ -21,33 +21,37 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from equipoise.lab.data.files.places import search_path
 from equipoise.lab.files import NUMBER, WriteError, finite, misfit, parse, read_json, write_bytes, write_json
+from equipoise.lab.recipes.build import PACKAGE, source_digests
 from equipoise.lab.recipes.reading import SAVED, RecipeFile
 from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs import checkpoints, shipped
 from equipoise.lab.runs.checkpoints import BEST
-from equipoise.lab.runs.sources import commit, source_digests, still
 from equipoise.lab.trust import NOTHING, Trust
 from equipoise.options import did_you_mean
+
+CHANGED = "changed while training"  # in place of a digest
 
 # The shapes of a run's files; see equipoise.lab.files.misfit.
 MACHINE = {"data?": [str], "begun_in?": str, "threads?": (int, type(None))}
 RUN = {**SAVED, "machine": MACHINE, "command?": str, "started?": str, "versions?": dict, "sources?": {str: str}}
-MEASURED = (*NUMBER, type(None))  # None for a number that was not finite
+MEASURED = (*NUMBER, type(None))  # None stands for a number that was not finite
 STEPS, RESIDUAL = {"median": int, "90%": int, "most": int}, {"median": MEASURED, "worst": MEASURED}
 SOLVER = {"samples": int, "failed": NUMBER, "results": {str: int}, "steps": STEPS, "residual": RESIDUAL}
 METRICS = {"solver?": {str: SOLVER}, str: (*MEASURED, bool, str)}
 RESULT = {"status": str, "test": METRICS, "weights": str, "parameters": int, "steps": int, "seconds": NUMBER}
-# Where a result comes from; results of earlier versions do not say it.
+# The origin of a result, which results of earlier versions lack.
 ORIGIN = {"recipe": str, "tables": dict, "command": str, "started": str, "sources": {str: str}}
 ORIGIN |= {"versions": {str: (str, type(None))}, "machine": {str: (str, int, type(None))}}
 RESULT |= {"test_of_last?": METRICS, "best?": BEST, "epochs?": int, "failed_steps?": int, "origin?": ORIGIN}
@@ -135,7 +139,7 @@ class Run:
     def provenance(self) -> dict[str, Any] | None:
         """Return where a result of this run comes from, without the places of this machine; None if run.json lacks it.
 
-        A file whose code is another one now than at the start of training is marked.
+        A file whose code has changed since the start of training is marked.
         """
         facts = self.facts
         tables = {key: value for key, value in facts["tables"].items() if key not in ("budget", "paper")}
@@ -181,7 +185,9 @@ class Run:
         if damaged:
             aside = self.folder / "log.damaged"
             before = aside.read_bytes() if aside.exists() else b""
-            if not before.endswith(b"".join(damaged)):  # else a process that was killed right here has moved them
+            if not before.endswith(
+                b"".join(damaged)
+            ):  # otherwise a process that was killed at this point has already moved them
                 write_bytes(aside, before + b"".join(damaged))
         write_bytes(self.log, b"".join(line + b"\n" for line, record in lines if record and early(record)))
         for part in self.folder.rglob(".*.part"):
@@ -222,6 +228,11 @@ class Run:
                 other = "is being trained by another process; wait for it, or stop it first."
                 raise RunError(f"{self.folder} {other}") from None
             yield
+
+
+def still(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """Return digests from the start of training, marked where they differ at its end."""
+    return {path: digest if now.get(path) == digest else CHANGED for path, digest in before.items()}
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
@@ -326,6 +337,25 @@ def new_folder(parent: Path, name: str) -> Path:
             number += 1
 
 
+@cache
+def commit(folder: Path = PACKAGE) -> str | None:
+    """Return the commit that a package's folder is checked out from, followed by "-dirty" if a file was changed.
+
+    None if the package does not come from a git checkout, or git is not installed.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+
+    def ask(*words: str) -> str:
+        done = subprocess.run([*git, *words], capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", "__init__.py")  # else it is installed inside somebody else's repository
+        return ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def create(folder: Path, source: RecipeFile, **machine: Any) -> Run:
     """Write run.json into a new folder."""
     import torch
@@ -362,9 +392,11 @@ def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
             of a shipped model is never a folder: write ``"./name"``, or give a Path.
         trust: modules outside the package that its files may name
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {path!r}; it must be the name of a shipped model, a folder or a .safetensors file.")
     trusted = Trust.of(trust)
-    names = shipped.list_weights() if isinstance(path, str) else []
-    if path in names:
+    names = shipped.list_weights()
+    if isinstance(path, str) and path in names:
         return Run(Path(str(path).replace("/", "-")), trusted, shipped.weights_file(str(path)), str(path))
     folder = Path(path)
     if folder.suffix == ".safetensors":
@@ -373,7 +405,14 @@ def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
         sweep = (folder / "sweep.json").exists()
         hint = "it is a sweep; name one of its runs, such as seed-0" if sweep else "it has no run.json"
         what = f"{folder} is not a run: {hint}" if folder.is_dir() else f"there is no folder {folder}"
-        near = did_you_mean(str(path), names, cutoff=0.75)
+        if folder.is_file():
+            raise RunError(
+                f"{folder} is a file; a run is a folder, and weights are in .safetensors files (`equipoise convert` "
+                "writes one)."
+            )
+        if str(path) in names and not folder.is_dir():
+            raise RunError(f"{what}; the shipped model of that name has no folder with its training.")
+        near = did_you_mean(str(path), names, cutoff=0.75) if isinstance(path, str) else ""
         if near and not folder.is_dir():
             raise RunError(f"{what}, nor a shipped model of that name; {near}`equipoise weights` lists them.")
         raise RunError(f"{what}. `equipoise runs` lists runs.")

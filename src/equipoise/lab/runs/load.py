@@ -82,6 +82,8 @@ def weights_file(run: Run, weights: str = "best") -> Path:
         if weights == "last":
             raise RunError(f"{run} has a single set of weights, and no last ones: leave out weights = 'last'.")
         return run.file
+    if weights == "best" and not run.best.exists() and (run.result or {}).get("weights") == "best":
+        raise RunError(f"{run.best}, the best weights of this run, is missing: restore it, or use the last weights.")
     for file in (run.best, run.last) if weights == "best" else (run.last,):
         if file.exists():
             return file

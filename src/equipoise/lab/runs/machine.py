@@ -1,4 +1,4 @@
-"""The machine that a command runs on: device, threads, memory, processes that share the work, and random numbers."""
+"""The machine that a command runs on: device, threads, memory, cooperating processes, random numbers."""
 
 import ctypes
 import hashlib
@@ -36,14 +36,14 @@ class Machine:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes, in every one."""
+        """Return the sum of a tensor over all processes, in each of them."""
         if self.world > 1:
             values = values.to(self.device, copy=True)  # summed in place
             dist.all_reduce(values)
         return values.cpu()
 
     def total(self, sums: Sums) -> Sums:
-        """Sum every entry over all processes, in the same order in every one."""
+        """Sum every entry over all processes, in the same order in each of them."""
         return {name: self.sum(sums[name].to(torch.float64)) for name in sorted(sums)}
 
     def gather(self, sums: Sums) -> list[Sums]:
@@ -135,7 +135,7 @@ def processor() -> str:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start measuring: return what earlier runs of this process have freed to the system, and forget their peak."""
+    """Start measuring: return memory that this process has freed to the system, and reset the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -145,9 +145,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak since the last reset, in bytes; None where it is not known.
+    """Return the peak since the last reset, in bytes; None if it is unknown.
 
-    On a CPU it is the resident memory of the whole process, torch and the data included.
+    On a CPU it is the resident memory of the whole process, including torch and the data.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

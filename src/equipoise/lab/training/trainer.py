@@ -301,7 +301,7 @@ class Trainer:
     # Phases
 
     def rows(self, epoch: int) -> list[Tensor]:
-        """Return the rows of every batch of an epoch, in its own order; leave out one too small for all processes."""
+        """Return the rows of every batch of an epoch, in its own order; drop a batch too small for all processes."""
         generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", epoch))
         rows = torch.randperm(len(self.data.train), generator=generator).split(self.recipe.training.batch_size)
         return [batch for batch in rows if len(batch) >= self.machine.world]
@@ -325,7 +325,7 @@ class Trainer:
     def stretch(self, phase: int) -> tuple[int, int]:
         """Return the phases, from and to, that share one optimizer and one schedule.
 
-        A phase that states an optimizer or a schedule restarts both; one that does not continues the last.
+        A phase that specifies an optimizer or a schedule restarts both; otherwise the previous ones continue.
         """
         phases = self.recipe.phases
         starts = [i for i, p in enumerate(phases) if i == 0 or p.optimizer is not None or p.schedule is not None]
@@ -437,7 +437,7 @@ class Trainer:
         own_loss, asked = computed.loss.item() * computed.samples, self.stop.signal is not None
         own = torch.tensor([own_loss, unsolved, nonfinite, solved, broken, asked], dtype=torch.float64)
         loss, unsolved, nonfinite, solved, broken, stop = self.machine.sum(own).tolist()
-        # Running out of steps may be intended; that no solve of a batch is finite never is.
+        # Running out of steps may be intended; a batch in which no solve is finite never is.
         failed = bool(broken) or (solved > 0 and (unsolved > failures.share * solved or nonfinite == solved))
         discard = bool(broken) or (failed and failures.policy == "skip")
         return Verdict(loss / size, int(unsolved), failed, discard, stop > 0)
@@ -447,7 +447,7 @@ class Trainer:
         learner, state = self.learner, self.state
         if verdict.discard:
             for buffer, before in zip(learner.model.buffers(), computed.buffers, strict=True):
-                buffer.copy_(before)  # nothing of the batch remains, not even in running statistics
+                buffer.copy_(before)  # undo every effect of the batch, including that on running statistics
         else:
             learner.scaler.step(learner.optimizer)
         learner.scaler.update()
@@ -527,7 +527,7 @@ class Trainer:
         result["test"], result["weights"] = result["test_of_last"], "last"
         if state.best is not None:
             result["weights"], result["best"] = "best", state.best
-            if state.best["epoch"] != self.epochs_before[-1]:  # else the best are the last
+            if state.best["epoch"] != self.epochs_before[-1]:  # otherwise the best weights are the last
                 self.take_best(state.best["phase"])
                 result["test"] = self.measure(self.data.test, saving=False).record()
         result |= {"steps": state.position.step, "epochs": self.epochs_before[-1], "failed_steps": state.failed}

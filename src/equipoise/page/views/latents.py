@@ -34,7 +34,7 @@ def length(model: Available) -> int:
 
 
 def density(model: Available) -> Any:
-    """Return what latent vectors are drawn from: an object with ``sample``, or None for N(0, I)."""
+    """Return the density that latent vectors are drawn from, an object with ``sample``; None for N(0, I)."""
 
     def opened() -> Any:
         return kept_density(model.run, model.trained, generator(model), "best")

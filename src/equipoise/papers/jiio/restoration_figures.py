@@ -22,7 +22,7 @@ from equipoise.papers.drawing import check_counts, describe, random_test_images,
 from equipoise.tasks.degradations import Degradation, seeds_of
 from equipoise.tasks.drawing import in_three_colors, shown
 from equipoise.tasks.latent_vectors import generator_in
-from equipoise.tasks.restoration import Panel, strip_panels
+from equipoise.tasks.restoration import Panel, Restoration, strip_panels
 
 SOURCES = ("test", "generated")
 
@@ -57,6 +57,11 @@ def restorations(
     truth = None
     for run in runs:
         trained = open_trained(run, machine)
+        if isinstance(trained.task, Restoration) and trained.task.network_in(trained.model) is not None:
+            raise ValueError(
+                f"{run} was trained to map measurements to images, without joint steps, whose images the strips show: "
+                "give a run of a generator. `equipoise restore` restores images with it."
+            )
         if truth is None or source == "test":
             truth = (random_test_images if source == "test" else generated_images)(run, trained, folders, samples)
         y, physics = degradation.measure(truth, seeds_of(truth))

@@ -59,6 +59,7 @@ from equipoise.papers.drawing import (
     levels_reached,
     per_evaluation,
     random_rows,
+    tell_apart,
     write_numbers,
 )
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
@@ -95,6 +96,7 @@ def coupling(
     if len({repr(replace(run.recipe.data, validation=0)) for run in runs}) > 1:
         raise ValueError("the runs were trained on different data; this figure compares them on the same samples.")
     measured = [coupling_of(run, machine, folders, samples) for run in runs]
+    tell_apart(measured, runs)
     write_numbers(path, {"runs": measured})
     figure, axes = panels(2, len(measured), height=9.6, height_ratios=(4, 5))
     for run, cloud, squares in zip(measured, *axes, strict=True):
@@ -295,6 +297,7 @@ def attack(
     check_number("step_size", step_size, above=0)
     budget = {"radius": radius, "step_size": step_size}
     measured = [attack_of(run, machine, folders, iterations, budget, samples) for run in runs]
+    tell_apart(measured, runs)
     write_numbers(path, {"iterations": list(iterations), **budget, "runs": measured})
     figure, ((axis,),) = panels(1, 1, height=5.4)
     for run, style in zip(measured, curve_styles(colors(len(measured))), strict=True):

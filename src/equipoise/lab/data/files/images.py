@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MODES = {1: "L", 3: "RGB"}  # PIL's names for grey and colour
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")  # none of which starts another program, as EPS does
+TAKEN_AS_WHITE = "has transparent pixels, which were taken as white"
 MUCH = 4  # an image whose sides change by more than this factor gets a note
 
 
@@ -67,7 +68,7 @@ def read_image_file(
         note_above: factor above which resizing is worth a note; 1 for any change of the size.
 
     Returns:
-        The image, and a note if it was resized by more than ``note_above`` (otherwise empty).
+        The image, and a note if it was resized by more than ``note_above`` or has transparent pixels (otherwise empty).
     """
     from PIL import Image
 
@@ -80,6 +81,7 @@ def read_image_file(
                 check(*before)
             height, width = size or before
             tensor = pixels(fitted(image, channels, height, width))
+            white = f"{printable(path)} {TAKEN_AS_WHITE}." if is_transparent(image) else ""
     except FileNotFoundError:
         raise ValueError(f"there is no file {printable(path)}.") from None
     except Exception as error:  # image libraries raise many kinds for a damaged file
@@ -87,11 +89,12 @@ def read_image_file(
         raise ValueError(f"{printable(path)} cannot be read: {reason}.") from error
     factor = min(before[0] / height, before[1] / width)
     if 1 / note_above <= factor <= note_above and (note_above > 1 or before == (height, width)):
-        return tensor, ""
+        return tensor, white
     change = "shrunk" if factor > 1 else "enlarged" if factor < 1 else "cropped"
     cropped = "cropped in the middle and " if factor != 1 and before[0] * width != before[1] * height else ""
     how = f"{cropped}{change} from {before[1]} x {before[0]} to {width} x {height}"
-    return tensor, f"{printable(path)} was {how}, the size of the images that the run was trained on."
+    resized = f"{printable(path)} was {how}, the size of the images that the run was trained on."
+    return tensor, f"{resized} {white}".rstrip()
 
 
 def opened(data: bytes) -> Image:
@@ -111,16 +114,32 @@ def opened(data: bytes) -> Image:
 
 
 def fitted(image: Image, channels: int, height: int, width: int) -> Image:
-    """Return the largest middle part with these proportions, resized, in grey (1 channel) or colour (3)."""
+    """Return the largest middle part with these proportions, resized, opaque, in grey (1 channel) or colour (3)."""
     from PIL import Image, ImageOps
 
     mode = MODES[channels]
     image.draft(mode, (width, height))  # a JPEG much larger than asked for is decoded at a fraction of its size
-    image = in_bytes(ImageOps.exif_transpose(image)).convert(mode)
+    image = opaque(in_bytes(ImageOps.exif_transpose(image))).convert(mode)
     scale = min(image.width / width, image.height / height)
     sides = round(scale * width), round(scale * height)
     left, top = ((length - side) // 2 for length, side in zip(image.size, sides, strict=True))
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, left + sides[0], top + sides[1]))
+
+
+def is_transparent(image: Image) -> bool:
+    """Return whether an image has a pixel that is not opaque."""
+    if image.mode == "F" or image.mode.startswith("I") or not image.has_transparency_data:
+        return False
+    return image.convert("RGBA").getextrema()[3][0] < 255  # type: ignore[index,operator]
+
+
+def opaque(image: Image) -> Image:
+    """Return the image on white where it is transparent, as viewers show it; the colours beneath are arbitrary."""
+    from PIL import Image
+
+    if not is_transparent(image):
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
 
 
 def in_bytes(image: Image) -> Image:

@@ -152,6 +152,12 @@ def omniglot_episodes(
     else:
         count = round(RANDOM_TRAIN * len(order))
         train, test = torch.cat([background, evaluation])[order].tensor_split([count])
+    turns = 4 if rotations is True else 1
+    if ways > (most := min(len(test), turns * len(train) // (turns + 1))):
+        raise ValueError(
+            f"data.ways is {ways}; it must be at most {most}: there are {len(train)} characters for training and "
+            f"validation, and {len(test)} to test on."
+        )
     held = max(ways, round(HELD_OUT * len(train)))
     parts = {
         "training": (train[held:], episodes, queries if train_queries is None else train_queries, rotations),

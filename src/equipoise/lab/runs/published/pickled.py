@@ -96,8 +96,8 @@ def load(path: Path) -> Any:
                 f"{path} names code, {named[1]}. Nothing was run: only tensors, numbers, strings, lists and dicts are "
                 "read. If it holds a model that was saved as a whole, save the model's state dict instead."
             ) from None
-        reason = (text or type(error).__name__).splitlines()[0].rstrip(".:")
-        raise UnreadableCheckpoint(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}.") from None
+        reason = f": {text.splitlines()[0].rstrip('.:')}" if " " in text else ""  # else a code of torch's reader
+        raise UnreadableCheckpoint(f"{path} is not a PyTorch checkpoint, or is damaged{reason}.") from None
 
 
 def require_uncompressed(path: Path) -> None:

@@ -1,316 +1,27 @@
-"""The command ``equipoise``."""
+"""Commands that use a trained run, and the page of all results."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shlex
-import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import equipoise
-from equipoise.command_start import end_quietly
+from equipoise.cli.declare import DATA, IMAGES, MACHINE, RUN, TRUST, Argument, Commands, argument, path
+from equipoise.cli.shared import machine_of, open_run, print_numbers, print_solver, print_table
 from equipoise.lab.printable import printable, printable_text
-from equipoise.lab.trust import Trust, UntrustedName
-from equipoise.options import UnknownOption, did_you_mean
-from equipoise.registry import MissingPackage
+from equipoise.lab.trust import Trust
 
 if TYPE_CHECKING:
     from equipoise.lab.results.certify import Certified
     from equipoise.lab.runs.folder import Run
     from equipoise.lab.runs.machine import Machine
 
-DEFAULT_RECIPE = "core/digits"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that suggests the nearest known word for a misspelled one."""
-
-    def error(self, message: str) -> NoReturn:
-        if match := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
-            known = [word.strip("' ") for word in match[2].split(",")]
-            nearest = did_you_mean(match[1], known, cutoff=0.65)
-            message = f"{message[: match.start()]}invalid choice {match[1]!r}; {nearest}known: {', '.join(known)}."
-        if match := re.match(r"argument (\S+): invalid (int|float) value: (.*)", message):
-            message = f"{match[1]} is {match[3]}; it must be a {'whole ' if match[2] == 'int' else ''}number."
-        print(f"{self.prog}: {printable_text(message)}\nSee {self.prog} --help.", file=sys.stderr)
-        raise SystemExit(2)
-
-    def options(self) -> list[str]:
-        return [option for option in self._option_string_actions if option.startswith("--")]
-
-
-# Commands and their arguments
-
-Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and options for add_argument
-Command = Callable[[argparse.Namespace], int | None]
-COMMANDS: dict[str, tuple[Command, str, tuple[Argument, ...]]] = {}
-
-
-def argument(*names: str, **options: Any) -> Argument:
-    return names, options
-
-
-def path(*names: str, **options: Any) -> Argument:
-    return names, {"type": Path, **options}
-
-
-def command(example: str, *arguments: Argument) -> Callable[[Command], Command]:
-    """Register a function as the command of its name, "data_list" as "data list"; its docstring is the help."""
-
-    def register(function: Command) -> Command:
-        COMMANDS[function.__name__.replace("_", " ")] = (function, example, arguments)
-        return function
-
-    return register
-
-
-def parser() -> Parser:
-    """Return the parser of the whole command line."""
-    top = Parser(
-        prog="equipoise",
-        description="Train, evaluate and reproduce equilibrium networks.",
-        epilog="Example: equipoise train core/digits && equipoise report runs/core-digits-001",
-    )
-    top.add_argument("--version", action="version", version=f"equipoise {equipoise.__version__}")
-    parents = {"": top.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)}
-    for name, (function, example, arguments) in COMMANDS.items():
-        (parent, _, word), about = name.rpartition(" "), function.__doc__
-        made = parents[parent].add_parser(word, help=about, description=about, epilog=f"Example: {example}")
-        made.set_defaults(run=function, parser=made)
-        for names, options in arguments:
-            made.add_argument(*names, **options)
-        made.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-        if name == "data":
-            parents[name] = made.add_subparsers(metavar="ACTION", dest="action", required=True, parser_class=Parser)
-    return top
-
-
-ANY_RECIPE = (
-    "name listed by `equipoise recipes`, or a .toml file, which can import modules and run any code: use only files "
-    "that you trust"
-)
-RUN = (
-    argument("folder", metavar="RUN", help="folder of a run, file of weights, or name listed by `equipoise weights`"),
-    argument("--weights", choices=("best", "last"), default="best", help="weights to use (default: best)"),
-)
-IMAGES = path("images", metavar="IMAGE", nargs="+", help="image file")
-CHANGES = (
-    argument("changes", metavar="key=value", nargs="*", default=[], help="recipe changes, e.g. optimizer.lr=0.01"),
-    argument("--budget", help="smoke (seconds), small (a few epochs) or paper (the recipe as written; the default)"),
-    path("--runs", default=Path("runs"), metavar="DIR", help="folder for new runs (default: runs)"),
-)
-TRUST = argument(
-    "--trust",
-    action="append",
-    default=[],
-    metavar="MODULE",
-    help="allow opened files to import this module, which runs its code; otherwise they can use only equipoise's own "
-    "code; repeatable",
-)
-DATA = path("--data", action="append", default=[], metavar="DIR", help="folder to search for data first; repeatable")
-MACHINE = (
-    argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if available)"),
-    argument("--threads", type=int, help="number of CPU threads for torch"),
-)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. User errors print a sentence, not a traceback."""
-    if signal.getsignal(signal.SIGINT) is end_quietly:  # imports are done
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    arguments, rest = parser().parse_known_args(words)
-    if hasattr(arguments, "changes"):  # argparse ends a list at the first option
-        more = [word for word in rest if re.match(r"[\w.-]+=", word) and not word.startswith("-")]
-        arguments.changes = [*arguments.changes, *more]
-        rest = [word for word in rest if word not in more]
-    if rest:
-        arguments.parser.error(no_such_argument(arguments, rest))
-    try:
-        return arguments.run(arguments) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except UntrustedName as error:
-        if arguments.traceback:
-            raise
-        typed = list(sys.argv[1:] if words is None else words)
-        again = ["equipoise", *typed, *(word for module in error.modules for word in ("--trust", module))]
-        print(f"equipoise: {error.reason} run: {shlex.join(again)}", file=sys.stderr)
-        return 2
-    except (ValueError, LookupError, OSError, ImportError, UnknownOption, RuntimeError, NotImplementedError) as error:
-        if arguments.traceback or is_a_defect(error):
-            raise
-        sentence = str(error)
-        if isinstance(error, ModuleNotFoundError) and not isinstance(error, MissingPackage):
-            package = (error.name or "").partition(".")[0]
-            sentence = f"the package {package!r} is not installed: pip install 'equipoise[lab]'."
-        print(f"equipoise: {printable_text(sentence)}", file=sys.stderr)
-        return 2
-
-
-def no_such_argument(arguments: argparse.Namespace, words: Sequence[str]) -> str:
-    """Return the message for unknown arguments; for ``--epochs 3``, it suggests the change to the recipe."""
-    options: list[str] = arguments.parser.options()
-    word, equals, value = words[0].partition("=")
-    if not equals and len(words) > 1 and not words[1].startswith("-"):
-        value = words[1]
-    key, nearest = word.lstrip("-").replace("-", "_"), did_you_mean(word, options, cutoff=0.65)
-    if word.startswith("--") and not nearest and hasattr(arguments, "changes"):
-        if not hasattr(arguments, "recipe"):
-            return (
-                f"there is no argument {words[0]!r}; give options of the task as key=value: {key}={value or 'VALUE'}."
-            )
-        if keys := meant_keys(arguments.recipe, key):
-            either = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-            return f"there is no argument {words[0]!r}; change a recipe with key=value: {either}."
-    return f"there is no argument {words[0]!r}; {nearest}options: {', '.join(options)}."
-
-
-def meant_keys(name: str, word: str) -> list[str]:
-    """Return the full keys of a recipe, or of the first recipe of a table or figure, that end in a word."""
-    from equipoise.lab.recipes.reading import RecipeError, full_keys, open_recipe
-
-    try:
-        tables = open_recipe(name).tables
-        inside = [*(row["recipe"] for row in tables.get("rows", [])), *tables.get("recipes", [])]
-        return full_keys(word, open_recipe(inside[0].split()[0]).tables if inside else tables)
-    except (RecipeError, AttributeError, KeyError, IndexError, TypeError):
-        return full_keys(word, {})
-
-
-def is_a_defect(error: Exception) -> bool:
-    """Return whether an error needs a traceback, because its message alone would not help a user."""
-    from equipoise.solution import ConvergenceError
-
-    if isinstance(error, KeyError | IndexError | UnicodeDecodeError):
-        return True
-    ours = isinstance(error, ConvergenceError) or type(error).__module__.startswith("equipoise.")
-    return isinstance(error, RuntimeError) and not ours and not isinstance(error, NotImplementedError)
-
-
-def machine_of(arguments: argparse.Namespace) -> AbstractContextManager[Machine]:
-    from equipoise.lab.runs.machine import this_machine
-
-    return this_machine(arguments.device, arguments.threads)
-
-
-# Training
-
-
-@command(
-    "equipoise train core/mnist --budget small optimizer.lr=0.005 seeds=3",
-    argument(
-        "recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=f"{ANY_RECIPE} (default: %(default)s)"
-    ),
-    *(*CHANGES, DATA, *MACHINE),
-    argument("--report", action="store_true", help="write a report at the end of training"),
-)
-def train(arguments: argparse.Namespace) -> int:
-    """Train a recipe."""
-    from equipoise.lab.recipes.build import check
-    from equipoise.lab.recipes.reading import budget_changes, open_recipe
-    from equipoise.lab.recipes.schema import Recipe
-    from equipoise.lab.training.sweeps import train_sweep
-    from equipoise.lab.training.trainer import train_run
-
-    if arguments.recipe and "=" in arguments.recipe:  # `equipoise train optimizer.lr=0.1` changes the default recipe
-        arguments.changes = [arguments.recipe, *arguments.changes]
-        arguments.recipe = DEFAULT_RECIPE
-    source = open_recipe(arguments.recipe, arguments.budget, arguments.changes, kind=Recipe)
-    check(source)
-    if arguments.report:
-        import equipoise.lab.results.report  # noqa: F401  (a missing package shows now, not after training)
-    with machine_of(arguments) as machine:
-        if source.budgeted and machine.leads:
-            print(f"{'budget ' + arguments.budget:<18}{budget_changes([source])}", flush=True)
-        write = partial(print_report, machine, arguments.data) if arguments.report else None
-        begin = train_run if source.recipe.seeds == 1 else train_sweep
-        return to_the_end(machine, lambda: begin(source, arguments.runs, machine, arguments.data, write))
-
-
-@command(
-    "equipoise resume runs/core-mnist-001",
-    path("folder", metavar="RUN", help="folder of a run, a sweep, a table or a figure"),
-    path("--out", metavar="FILE", help="file for a figure's picture (default: in the folder)"),
-    *(TRUST, DATA, *MACHINE),
-)
-def resume(arguments: argparse.Namespace) -> int:
-    """Resume a stopped run, with results bit-identical to those of an uninterrupted one."""
-    from equipoise.lab.training.sweeps import resume_folder, threads_of
-
-    folder, proceed = arguments.folder, resume_folder
-    if (folder / "result.json").is_file():  # of a run, or of a sweep
-        print(f"{printable(folder)} is finished, so there is nothing to continue; its result:")
-    arguments.threads = arguments.threads or threads_of(folder)
-    if (folder / "reproduce.json").exists():
-        from equipoise.lab.results.reproduce import continue_table as proceed
-    elif (folder / "figure.json").exists():
-        from equipoise.lab.results.reproduce import continue_figure
-
-        proceed = partial(continue_figure, out=arguments.out)
-    if arguments.out is not None and not isinstance(proceed, partial):
-        raise ValueError(f"--out is for figures, and {folder} is not the folder of a figure: omit --out.")
-    trust = Trust.of(arguments.trust)
-    with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: proceed(folder, machine, arguments.data, trust=trust))
-
-
-def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
-    """Run training; if it is stopped, print the command that continues it."""
-    from equipoise.lab.training.trainer import Stopped
-
-    try:
-        work()
-    except Stopped as stopped:
-        if machine.leads:
-            print(f"stopped at step {stopped.step} and saved; continue with: {shlex.join(stopped.resume)}")
-        return 128 + stopped.number
-    return 0
-
-
-@command(
-    "equipoise reproduce core/table --budget small",
-    *(argument("recipe", metavar="TABLE", help=ANY_RECIPE), *CHANGES, DATA, *MACHINE),
-)
-def reproduce(arguments: argparse.Namespace) -> int:
-    """Train every row of a published table, and print published and measured numbers."""
-    from equipoise.lab.results.reproduce import reproduce_table
-
-    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.runs)
-    with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data))
-
-
-@command(
-    "equipoise figure core/convergence --budget small",
-    *(argument("recipe", metavar="FIGURE", help=ANY_RECIPE), *CHANGES, TRUST, DATA, *MACHINE),
-    path(
-        "--run", dest="trained", action="append", default=[], metavar="RUN", help="trained run to use, one per recipe"
-    ),
-    path("--out", metavar="FILE", help="file for the picture (default: in the folder of the figure or first --run)"),
-)
-def figure(arguments: argparse.Namespace) -> int:
-    """Draw a published figure, training what it needs."""
-    from equipoise.lab.results.reproduce import draw_figure
-
-    request = (arguments.recipe, arguments.budget, arguments.changes, arguments.trained, arguments.runs)
-    trust = Trust.of(arguments.trust)
-    with machine_of(arguments) as machine:
-        return to_the_end(machine, lambda: draw_figure(*request, machine, arguments.data, arguments.out, trust))
-
-
-# Using a trained run
+CHECKED = 1000  # test samples on which an exported file is compared with torch
+COMMANDS = Commands()
+command = COMMANDS.command
 
 
 @command(
@@ -446,8 +157,8 @@ LATENTS = argument(
     "--latents",
     type=int,
     metavar="N",
-    help="training images to whose latent vectors the density is fitted, the first time (default 2000; a VAE has a "
-    "prior, which is used unless this is given)",
+    help="number of training images, to whose latent vectors the density is fitted the first time and when this number "
+    "changes (default: 2000, or as the last time; for a VAE, its prior is used unless this is given)",
 )
 
 
@@ -487,7 +198,7 @@ def sample(arguments: argparse.Namespace) -> None:
 @command(
     "equipoise distance runs/jiio-celeba-001 -n 1000 --features classifier",
     *(*RUN, TRUST, DATA, *MACHINE),
-    argument("-n", "--images", type=int, default=1000, metavar="N", help="number of test images (default 1000)"),
+    argument("-n", "--images", type=int, default=1000, metavar="N", help="number of test images (default: 1000)"),
     argument(
         "--features",
         choices=("classifier", "inception"),
@@ -495,7 +206,7 @@ def sample(arguments: argparse.Namespace) -> None:
         help="network whose features are compared: a small classifier that is part of equipoise, or the FID's "
         "Inception network, whose file you supply (default: classifier)",
     ),
-    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default 0)"),
+    argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: 0)"),
     LATENTS,
     path("--json", metavar="FILE", help="also write the numbers to a file"),
 )
@@ -555,7 +266,7 @@ def interpolate(arguments: argparse.Namespace) -> None:
     argument(
         "--degraded",
         action="store_true",
-        help="IMAGE is degraded already (default: IMAGE is the truth, and is degraded first)",
+        help="IMAGE is already degraded (default: IMAGE is the truth and is degraded first)",
     ),
     argument("--steps", type=int, default=100, metavar="N", help="number of joint steps (default: %(default)s)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of the square or the noise (default: 0)"),
@@ -596,7 +307,7 @@ def restore(arguments: argparse.Namespace) -> None:
     argument("--norm", choices=("l2", "linf"), default="l2", help="norm of the perturbation (default: l2)"),
     argument("--radius", type=float, default=1.0, help="largest norm, with pixels in [0, 1] (default: 1)"),
     argument("--attack", choices=("jiio", "pgd", "foolbox"), default="jiio", help="method (default: jiio)"),
-    argument("--steps", type=int, help="number of steps (default: 50 of jiio, 20 of the others)"),
+    argument("--steps", type=int, help="number of steps (default: 50 for jiio, 20 for the others)"),
     path(
         *("-o", "--out"),
         metavar="FILE",
@@ -619,7 +330,8 @@ def attack(arguments: argparse.Namespace) -> None:
     for title, answer in (("clean", found.clean), ("attacked", found.attacked)):
         print(f"{title:<18}{', '.join(f'{name} {value:.3f}' for name, value in answer.items())}")
     print(f"distance          {found.distance:.4g} ({arguments.norm}, radius {arguments.radius:g})")
-    print(f"{'misclassified' if found.succeeded else 'still classified':<18}class {found.label}")
+    before = " (before the attack as well)" if found.succeeded and found.wrong_before else ""
+    print(f"{'misclassified' if found.succeeded else 'still classified':<18}class {found.label}{before}")
     print(f"written           {printable(found.picture)}")
 
 
@@ -635,10 +347,10 @@ def attack(arguments: argparse.Namespace) -> None:
         help="number of steps of every solve, written out without a loop (default: each sample stops by its residual)",
     ),
     argument("--solver", metavar="NAME", help="solver of every equilibrium, e.g. anderson (default: the run's own)"),
-    argument("--no-statistics", action="store_true", help="return the outputs only, no steps, residuals and results"),
+    argument("--no-statistics", action="store_true", help="leave out the steps, residual and result of each sample"),
     argument("--opset", type=int, metavar="N", help="version of the ONNX operators (default: that of torch)"),
     argument("--check", action="store_true", help="compare the file with torch on test samples"),
-    argument("--limit", type=int, default=1000, help="number of samples for --check, evenly spaced (default: 1000)"),
+    argument("--limit", type=int, help=f"number of samples for --check, evenly spaced (default: {CHECKED})"),
     DATA,
     argument("--threads", type=int, help="number of CPU threads"),
 )
@@ -648,7 +360,10 @@ def export(arguments: argparse.Namespace) -> None:
     from equipoise.lab.runs.machine import this_machine
 
     options = {name: getattr(arguments, name) for name in ("weights", "solver", "steps", "opset")}
-    check = arguments.limit if arguments.check else None
+    if not arguments.check and (arguments.limit is not None or arguments.data):
+        given = "--data" if arguments.limit is None else "--limit"
+        raise ValueError(f"{given} is for --check, which compares the file with torch on test samples: add --check.")
+    check = (CHECKED if arguments.limit is None else arguments.limit) if arguments.check else None
     with this_machine("cpu", arguments.threads) as machine:
         if not machine.leads:
             return
@@ -731,7 +446,7 @@ def results(arguments: argparse.Namespace) -> int:
     *(TRUST, DATA, *MACHINE),
 )
 def page(arguments: argparse.Namespace) -> None:
-    """Open a local page on which trained models can be tried, and watched while they are solved."""
+    """Open a local page to try trained models and watch their equilibria being found."""
     from equipoise.page import run_page
 
     if arguments.threads is None:
@@ -742,43 +457,12 @@ def page(arguments: argparse.Namespace) -> None:
         run_page(arguments.runs, machine, arguments.host, arguments.port, Trust.of(arguments.trust), arguments.data)
 
 
-def open_run(arguments: argparse.Namespace, folder: str | Path | None = None) -> Run:
-    from equipoise.lab.runs.folder import open_run
-
-    return open_run(folder or arguments.folder, getattr(arguments, "trust", ()))
-
-
-def print_numbers(metrics: dict[str, float]) -> None:
-    from equipoise.lab.training.evaluate import format_metric
-
-    for name, value in metrics.items():
-        print(f"{name:<17} {format_metric(name, value)}")  # names may be longer
-
-
-def print_solver(solver: dict[str, Any]) -> None:
-    for direction, numbers in solver.items():
-        steps, residual = numbers["steps"], numbers["residual"]
-        print(
-            f"{direction + ' solves':<18}{1 - numbers['failed']:.2%} of {numbers['samples']} converged; "
-            f"steps median {steps['median']}, most {steps['most']}; "
-            f"residual median {residual['median']:.1e}, worst {residual['worst']:.1e}"
-        )
-
-
-def print_table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows in columns as wide as their content."""
-    lines = [[printable(cell) for cell in row] for row in [heading, *rows]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
 @command(
     "equipoise convert MDEQ_TINY_Cls.pkl --as mdeq -o mdeq.safetensors",
     path("file", metavar="FILE", help="PyTorch checkpoint of the authors' code; nothing in it is run"),
     argument("--as", dest="kind", choices=("mdeq", "mondeq"), required=True, help="model that the file holds"),
     path("-o", "--out", metavar="FILE", help="file to write (default: FILE.safetensors in the current folder)"),
-    argument("--m", type=float, default=1.0, help="m of a monDEQ, which is not part of its file (default: 1)"),
+    argument("--m", type=float, default=1.0, help="monotonicity m of a monDEQ, which its file lacks (default: 1)"),
 )
 def convert(arguments: argparse.Namespace) -> None:
     """Convert a published checkpoint of MDEQ or monDEQ into one that the other commands and eq.load open."""
@@ -795,120 +479,3 @@ def convert(arguments: argparse.Namespace) -> None:
     for note in converted.notes:
         print(f"note              {note}")
     print(f"written           {printable(converted.file)}")
-
-
-# Lists
-
-
-@command("equipoise recipes core/digits", argument("recipe", metavar="RECIPE", nargs="?", help="recipe to print"))
-def recipes(arguments: argparse.Namespace) -> None:
-    """List recipes, tables and figures, or print one."""
-    from equipoise.lab.results.overview import recipe_rows, recipe_text
-
-    if arguments.recipe:
-        print(recipe_text(arguments.recipe), end="")
-    else:
-        print_table(("name", "kind", "paper", "data", "parameters", "title"), recipe_rows())
-
-
-@command(
-    "equipoise weights mondeq/mnist-fc",
-    argument("name", metavar="NAME", nargs="?", help="shipped model whose card to print (default: list all)"),
-    argument("--add", dest="folder", metavar="RUN", help="finished run whose model to ship, in the package's folder"),
-    argument("--as", dest="entry", metavar="NAME", help="name of the entry that --add writes, such as mondeq/mnist-fc"),
-    argument("--weights", choices=("best", "last"), default="best", help="weights that --add ships (default: best)"),
-    argument("--limit", type=int, help="number of test samples that --add measures on (default: all)"),
-    argument("--note", default="", metavar="TEXT", help="remark for the card that --add writes"),
-    *(DATA, *MACHINE),
-)
-def weights(arguments: argparse.Namespace) -> None:
-    """List the trained models that ship with the package, print the card of one, or add one."""
-    from equipoise.lab.results.overview import card_of, weights_rows
-
-    if arguments.folder or arguments.entry:
-        add_to_weights(arguments)
-    elif arguments.name:
-        print(card_of(arguments.name), end="")
-    else:
-        print_table(("name", "model", "data", "parameters", "size", "test"), weights_rows())
-
-
-def add_to_weights(arguments: argparse.Namespace) -> None:
-    from equipoise.lab.results.add_weights import add_weights
-
-    if not (arguments.folder and arguments.entry):
-        raise ValueError("--add RUN and --as NAME go together: equipoise weights --add RUN --as mondeq/mnist-fc.")
-    if arguments.name:
-        raise ValueError(f"NAME is {arguments.name!r}; --add takes its name from --as: leave NAME out.")
-    options = {name: getattr(arguments, name) for name in ("weights", "limit", "note")}
-    with machine_of(arguments) as machine:
-        if not machine.leads:
-            return
-        run = open_run(arguments)
-        added = add_weights(run, arguments.entry, machine, arguments.data, **options)
-    for kind, metrics in added.metrics.items():
-        print_numbers({f"{name} in {kind}": value for name, value in metrics.items()})
-    print(f"stored in         {added.card.stored}, {added.card.bytes:,} bytes")
-    print(f"written           {printable(added.file)}, {added.file.with_suffix('.toml').name}")
-
-
-@command("equipoise runs", path("folder", metavar="DIR", nargs="?", default="runs", help="folder (default: runs)"))
-def runs(arguments: argparse.Namespace) -> None:
-    """List runs."""
-    from equipoise.lab.results.overview import run_rows
-
-    if rows := run_rows(arguments.folder):
-        print_table(("run", "recipe", "status", "epochs", "validation", "test", "time"), rows)
-    else:
-        print(f"no runs in {arguments.folder}; `equipoise train` creates one.")
-
-
-@command("equipoise data get mnist")
-def data(_: argparse.Namespace) -> None:
-    """List, download and check data sets."""  # never called, since an action is required
-
-
-@command("equipoise data list", DATA)
-def data_list(arguments: argparse.Namespace) -> None:
-    """List data sets and where they were found."""
-    from equipoise.lab.results.overview import data_rows
-
-    rows, hints = data_rows(arguments.data)
-    print_table(("name", "samples", "found in", "terms"), rows)
-    for name, how in hints.items():
-        print(f"\nto get {name}: {how}")
-
-
-@command(
-    "equipoise data get mnist",
-    argument("name", metavar="NAME", help="name of the data set"),
-    path("--to", metavar="DIR", help="folder to download it to (default: the cache folder)"),
-)
-def data_get(arguments: argparse.Namespace) -> None:
-    """Download, check and unpack a data set."""
-    from equipoise.lab.results.overview import get_data
-
-    for path in get_data(arguments.name, arguments.to):
-        print(printable(path))
-
-
-@command(
-    "equipoise data check mnist",
-    argument("name", metavar="NAME", nargs="?", help="name of the data set (default: all that are present)"),
-    DATA,
-)
-def data_check(arguments: argparse.Namespace) -> int:
-    """Compare files with their published checksums, and check that they can be read."""
-    from equipoise.lab.results.overview import check_rows
-
-    rows, sound = check_rows(arguments.name, arguments.data)
-    print_table(("set", "file", "verdict"), rows)
-    return 0 if sound else 1
-
-
-@command("equipoise doctor", DATA)
-def doctor(arguments: argparse.Namespace) -> int:
-    """Check installation, devices, data and a short solve."""
-    from equipoise.lab.runs.doctor import examine
-
-    return 0 if examine(arguments.data) else 1

@@ -1,0 +1,5 @@
+"""The command ``equipoise``."""
+
+from equipoise.cli.run import main, parser
+
+__all__ = ["main", "parser"]
