@@ -23,6 +23,7 @@ from equipoise.lab.files import DamagedFile, WriteError
 from equipoise.lab.recipes.reading import open_recipe
 from equipoise.lab.results import add_weights as adding
 from equipoise.lab.results.add_weights import ALL, GENERATES, GENERATOR, ONE, add_weights, differences, training_command
+from equipoise.lab.results.weights_page import update_page, weights_table
 from equipoise.lab.runs import checkpoints, shipped
 from equipoise.lab.runs.folder import Run, RunError, open_run
 from equipoise.lab.runs.load import open_weights, start_from
@@ -34,10 +35,12 @@ from equipoise.weights import cifar10_classifier as script
 
 NAMES = eq.list_weights()
 MNIST = "mondeq/mnist-fc"
+BESIDE = Path(__file__).parents[3] / "shared" / "data"  # a folder of data beside the repository
+FOLDERS = [BESIDE] if BESIDE.is_dir() else []
 
 
 def found(name):
-    return any(row.name == name and row.found for row in available())
+    return any(row.name == name and row.found for row in available(FOLDERS))
 
 
 # The files and cards of the package
@@ -48,6 +51,11 @@ def test_every_model_has_a_card_and_every_card_a_model():
     files = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.safetensors")}
     assert {file.removesuffix(".density") for file in files} == set(NAMES) <= files
     assert {MNIST, script.NAME} <= files
+
+
+def test_the_page_lists_them_all():
+    page = Path(__file__).parents[2] / "docs" / "weights.md"
+    assert weights_table() in page.read_text(), "docs/weights.md is out of date: python tests/test_docs.py --update"
 
 
 def test_together_they_are_small():
@@ -89,7 +97,8 @@ def test_the_command_of_a_card_trains_the_recipe_of_its_file(name):
 @pytest.mark.skipif(not found("mnist"), reason="needs MNIST")
 def test_a_shipped_model_has_the_accuracy_of_its_card(capsys):
     card = read_card(MNIST)
-    assert main(["evaluate", MNIST, "--threads", "1"]) == 0
+    places = [word for folder in FOLDERS for word in ("--data", str(folder))]
+    assert main(["evaluate", MNIST, "--threads", "1", *places]) == 0
     assert f"accuracy          {card.test.value:.2%}\n" in capsys.readouterr().out
     assert card.test.value > 0.975
     assert card.test.samples == 10_000
@@ -97,7 +106,7 @@ def test_a_shipped_model_has_the_accuracy_of_its_card(capsys):
 
 @pytest.mark.skipif(not found("cifar10"), reason="needs CIFAR-10")
 def test_the_classifier_has_the_accuracy_of_its_card():
-    data, card = load("cifar10", validation=0), read_card(script.NAME)
+    data, card = load("cifar10", validation=0, folders=FOLDERS), read_card(script.NAME)
     assert len(data.test) == card.test.samples
     assert script.accuracy(eq.load(script.NAME), data.test) == pytest.approx(card.test.value, abs=5e-4)
 
@@ -139,6 +148,14 @@ def test_a_typo_gets_a_suggestion():
         read_card("mondeq/mnst-fc")
     with pytest.raises(RunError, match="there is no folder runs/x. `equipoise runs` lists runs"):
         eq.load("runs/x")
+
+
+def test_what_is_no_name_folder_or_file_of_weights(tmp_path):
+    with pytest.raises(TypeError, match="path is None; it must be the name of a shipped model, a folder or a"):
+        eq.load(None)
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(RunError, match=r"weights.pt is a file; a run is a folder, and weights"):
+        eq.load(tmp_path / "weights.pt")
 
 
 def test_there_are_no_last_weights():
@@ -273,6 +290,20 @@ def test_a_run_is_added_with_a_card(run, elsewhere, capsys):
     assert f"{card.test.value:.2%}" in capsys.readouterr().out
 
 
+def test_a_run_that_is_added_enters_the_page_of_a_clone(run, tmp_path, monkeypatch, capsys):
+    folder, page = tmp_path / "src" / "equipoise" / "weights", tmp_path / "docs" / "weights.md"
+    for module in (shipped, adding):
+        monkeypatch.setattr(module, "weights_folder", lambda: folder)
+    assert update_page() is None
+    page.parent.mkdir()
+    page.write_text("Trained models\n\n<!-- output of: python docs/weights_table.py -->\nold\n<!-- end of output -->\n")
+    assert main(["weights", "--add", str(run), "--as", "core/digits", "--limit", "20"]) == 0
+    assert f"table             {page}" in capsys.readouterr().out
+    name, *_, terms = page.read_text().splitlines()[5].strip("| ").split(" | ")
+    assert (name, terms) == ("`core/digits`", read_card("core/digits").terms.data)
+    assert "old" not in page.read_text()
+
+
 def test_parameters_stay_in_float32_if_float16_costs_more_than_it_may(run, elsewhere, monkeypatch):
     monkeypatch.setattr(checkpoints, "halved", lambda model: {n: t * 0 for n, t in tensors_of(model).items()})
     tensors_of = checkpoints.model_tensors
@@ -292,6 +323,15 @@ def test_what_is_too_large_writes_nothing(run, elsewhere, monkeypatch, limit):
         ["mnist-fc.safetensors", "mnist-fc.toml"],
         ["mnist-fc.toml", "mnist-fc.safetensors"],
     )
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_no_samples_are_nothing_to_measure_on(run, elsewhere, limit):
+    with (
+        this_machine("cpu") as machine,
+        pytest.raises(ValueError, match=f"--limit is {limit}; it must be"),
+    ):
+        add_weights(open_run(run), "core/digits", machine, limit=limit)
 
 
 def test_a_failure_leaves_neither_file(run, elsewhere, monkeypatch):
@@ -363,6 +403,8 @@ def test_only_finished_runs_of_the_packages_recipes_are_added(run, tmp_path):
 
 def test_the_shortest_command_is_found():
     small = open_recipe("mondeq/mnist-fc", "small", ["seed=3"])
+    assert training_command(small) == "equipoise train mondeq/mnist-fc --budget small seed=3"
+    small.tables["budget"]["small"]["data.limit"] = 100  # edited since
     assert training_command(small) == "equipoise train mondeq/mnist-fc --budget small seed=3"
     plain = open_recipe("mondeq/mnist-fc", None, ["training.init_from=/home/someone/run"])
     assert training_command(plain) == "equipoise train mondeq/mnist-fc 'training.init_from=\"RUN\"'"
