@@ -65,5 +65,6 @@ figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
 bins = torch.arange(int(steps.min()), int(steps.max()) + 2).numpy() - 0.5
 axis.hist([solves[0].stats.steps.numpy(), steps.numpy()], bins=bins, label=["torch", "onnxruntime"])
 axis.set(xlabel="solver steps", ylabel="images", title=f"Steps until each of {len(test)} images stops")
+axis.set_xticks(bins[:-1] + 0.5)
 axis.legend()
 plt.show()

@@ -69,5 +69,5 @@ for axis, (title, values, colors) in zip(axes, drawn, strict=True):
     shown = axis.imshow(values.view(90, 90).T.numpy(), origin="lower", extent=[-2.4, 2.4] * 2, cmap=colors)
     figure.colorbar(shown, ax=axis)
     axis.set(title=title, xticks=[], yticks=[])
-axes[0].scatter(*points.T.numpy(), c=labels.numpy(), cmap="RdBu_r", edgecolors="black", linewidths=0.4, s=14)
+axes[0].scatter(*points.T.numpy(), c=labels.numpy(), cmap="RdBu_r", edgecolors="white", linewidths=0.5, s=16)
 plt.show()

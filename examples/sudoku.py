@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import equipoise as eq
 
-UPDATES, WIDTH, PUZZLES, STARTS, START = 1000, 48, 300, 8, 0.4
-torch.manual_seed(1)
+UPDATES, WIDTH, PUZZLES, STARTS, START = 500, 48, 300, 8, 1.0
+torch.manual_seed(2)
 
 # %%
 # There are 288 grids; 58 are held out. A puzzle shows 5 to 8 of the 16 digits and has exactly one solution.
@@ -41,7 +41,10 @@ def puzzles(count, solutions):
 
 
 # %%
-# Three attention heads see the row, the column and the box of a cell, the fourth sees everything.
+# Three attention heads see the other cells of the row, of the column and of the box of a cell, the fourth sees all
+# cells. Without the cell itself, the three tell a cell which digits are taken, and training is robust: with the seeds
+# 0 to 4, between 96.3% and 99.3% of the puzzles are solved. With it, and smaller random states, 17% were solved with
+# seed 0 and 96% with seed 1, after twice as many updates.
 
 
 class Block(nn.Module):
@@ -50,7 +53,8 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.register_buffer("sees", torch.stack([*(u[:, None] == u for u in units), torch.ones(16, 16).bool()]))
+        others = [(unit[:, None] == unit) & (cell[:, None] != cell) for unit in units]
+        self.register_buffer("sees", torch.stack([*others, torch.ones(16, 16).bool()]))
 
     def forward(self, z, x):
         z = z + x
@@ -66,13 +70,13 @@ layer.tolerance = eq.Tolerance(relative=3e-2, max_steps=32, patience=None)
 
 # %%
 # Every fourth update starts new puzzles from random states; the others continue from the states reached so far. An
-# update takes two steps, and only the second one is differentiated. Training leaves a
-# plateau early or late, depending on the seed: with seed 0, a fifth of the puzzles is solved after as many updates.
+# update takes two steps, and only the second one is differentiated. The learning rate warms up, and gradients are
+# clipped.
 
 given, answers = puzzles(8000, grids[:230])
 parameters = [*embed.parameters(), *layer.parameters(), *head.parameters()]
-optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, UPDATES, pct_start=0.03, cycle_momentum=False)
+optimizer = torch.optim.AdamW(parameters)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, UPDATES, pct_start=0.1, cycle_momentum=False)
 for update in range(UPDATES):
     if update % 4 == 0:
         batch = torch.randint(len(given), (64,))
@@ -102,12 +106,11 @@ breadth = range(1, STARTS + 1)
 accuracy = [right[:n].gather(0, residual[:n].argmin(0)[None]).float().mean().item() for n in breadth]
 print(f"one start {accuracy[0]:.1%}, {STARTS} starts {accuracy[-1]:.1%} of {PUZZLES} puzzles solved")
 
-steps = runs[0].stats.steps
-means = [steps[(given > 0).sum(dim=1) == count].float().mean().item() for count in range(5, 9)]
+means = [runs[0].stats.steps[(given > 0).sum(dim=1) == count].float().mean().item() for count in range(5, 9)]
 
 figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 left.plot(breadth, accuracy, marker="o")
-left.set(title="Breadth", xlabel="random starts", ylabel="puzzles solved")
+left.set(title="Breadth", xlabel="random starts", ylabel="puzzles solved", ylim=(0.9, 1.005))
 middle.bar(range(5, 9), means)
 middle.set(title="Each puzzle halts on its own", xlabel="digits shown", ylabel="mean solver steps", xticks=range(5, 9))
 plt.show()

@@ -34,3 +34,9 @@ settings.load_profile("equipoise")
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report() -> None:
+    """Seed what a module draws while it is imported, such as the weights of a parametrised layer."""
+    torch.manual_seed(0)

@@ -14,6 +14,7 @@ import equipoise as eq
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import epochs  # noqa: E402
 import paper_needs  # noqa: E402
 import roofline  # noqa: E402
 import scaling  # noqa: E402
@@ -212,3 +213,37 @@ def test_the_roofline_has_every_step():
     steps = [row["step"] for row in list(stored("roofline.json")["tables"].values())[1]]
     for start in ("(i) ", "(ii) ", "(iii) ", "monDEQ conv56", "monDEQ multi32", "MDEQ ", "MOptEq "):
         assert any(step.startswith(start) for step in steps), start
+
+
+# --- time per epoch ---------------------------------------------------------------------------------------------------
+
+
+def test_recipes_with_a_small_budget_are_recipes():
+    names = epochs.small_recipes()
+    assert {
+        "core/digits",
+        "mondeq/mnist-fc",
+        "mdeq/cifar10-small",
+        "opteq/reduced-mopteq",
+        "jiio/celeba",
+    } <= names.keys()
+    assert not {"core/table", "core/convergence", "mondeq/claims"} & names.keys()
+
+
+def test_a_recipe_that_only_one_state_knows_has_no_ratio():
+    class Fixed:
+        def __init__(self, seconds: float | None):
+            self.seconds = seconds
+
+        def ask(self, **request):
+            if self.seconds is None:
+                raise epochs.LeftOut("UnknownName: no such model")
+            return {"epochs": [1, 3], "steps": 10} if "open" in request else self.seconds
+
+    row = epochs.measured(Path("recipe.toml"), Fixed(2.0), Fixed(1.0), rounds=3, most=5.0)  # type: ignore[arg-type]
+    assert row == {"steps": 10, "s before": 20.0, "s now": 10.0, "now / before": 0.5}
+    alone = epochs.measured(Path("recipe.toml"), Fixed(None), Fixed(1.0), rounds=3, most=5.0)  # type: ignore[arg-type]
+    assert alone == {"steps": 10, "s before": None, "s now": 10.0, "now / before": None}
+    assert epochs.summary([row, alone])["now / before"] == pytest.approx(0.5)
+    with pytest.raises(epochs.LeftOut, match="more than 0.5 s"):
+        epochs.measured(Path("recipe.toml"), Fixed(2.0), Fixed(1.0), rounds=3, most=0.5)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_what_is_said_of_the_benchmark_is_what_was_measured():
 def test_the_table_of_results_says_what_the_runs_say(path):
     name = path.relative_to(ROOT / "results").as_posix().removesuffix(".result.json")
     result = json.loads(path.read_text())
-    (row,) = re.findall(rf"^\| `equipoise train {name} .*$", (ROOT / "results" / "README.md").read_text(), re.M)
+    (row,) = re.findall(rf"^\| `equipoise train {name}[ `].*$", (ROOT / "results" / "README.md").read_text(), re.M)
     solves = result["test"]["solver"]["forward"]
     median = solves["steps"]["median"]
     for said in (
@@ -103,8 +103,28 @@ def test_the_residuals_of_mdeq_are_those_of_the_log():
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.table.json")), ids=lambda path: path.name)
 def test_the_tables_say_what_was_measured(path):
     for row in json.loads(path.read_text())["rows"]:
-        measured = f"{row['measured']:.2%} ± {row['spread']:.2%}"
+        measured = f"{row['measured']:.2%}" + (f" ± {row['spread']:.2%}" if row["seeds"] > 1 else "")
         assert f"| {row['label']} | {row['parameters']:,} | {measured} |" in SAID
+
+
+def test_what_training_cost_at_equal_time_is_what_was_measured():
+    for row in json.loads((ROOT / "results" / "mondeq" / "mnist-equal.table.json").read_text())["rows"]:
+        costs = row["costs"]
+        calls = [costs[f"{kind} evaluations"] for kind in ("forward", "backward") if costs[f"{kind} evaluations"]]
+        steps = f"{' + '.join(f'{n:.1f}' for n in calls)} |".lstrip()
+        start = f"| {row['label']} | {row['parameters']:,} | {row['measured']:.2%} | {row['epochs']} of "
+        assert re.search(
+            rf"{re.escape(start)}[\d,]+ \| {re.escape(steps)} {costs['peak memory'] / 1e6:,.0f} MB \|", SAID
+        )
+
+
+@pytest.mark.parametrize("name", ["opteq-cifar10", "opteq-imagenette"])
+def test_the_tables_of_mopteq_and_mdeq_are_those_of_the_files(name):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    columns = ("step s", "ratio to MDEQ", "answer s", "answer ratio")
+    for row in json.loads((ROOT / "results" / "benchmarks" / f"{name}.json").read_text()):
+        numbers = [str(row["parameters"]), *(f"{row[column]:.2f}" for column in ("forward steps", *columns))]
+        assert re.search(r" +".join([re.escape(row["model"]), *numbers, f"{row['peak MB']:.0f}"]), page), row
 
 
 def test_what_coupling_is_worth_after_an_epoch_is_lost_among_the_seeds():
@@ -240,17 +260,27 @@ def test_what_is_said_of_attacks_is_what_was_measured():
 
 
 def test_what_is_said_of_figure_2_is_what_was_measured():
-    coupled, parallel = (
-        {name: numbers["mean"] for name, numbers in run["summary"].items()}
-        for run in json.loads((ROOT / "results" / "opteq" / "figure2.json").read_text())["runs"]
+    files = [ROOT / "results" / "opteq" / name for name in ("figure2.json", "figure2-seed-1.json")]
+    (coupled, parallel), (again, parallel_again) = (
+        [
+            {name: numbers["mean"] for name, numbers in run["summary"].items()}
+            for run in json.loads(file.read_text())["runs"]
+        ]
+        for file in files
     )
-    assert f"a lower average D, {coupled['average D']:.3g} against {parallel['average D']:.3g}" in SAID
-    assert f"no higher H, {coupled['average H']:.3g} against {parallel['average H']:.3g}" in SAID
-    squares = [run["average square"] for run in (coupled, parallel)]
-    assert f"z is smaller, with a mean squared norm per channel of {squares[0]:.3g} against {squares[1]:.3g}" in SAID
-    assert coupled["average D"] / squares[0] > parallel["average D"] / squares[1]
-    of_channels = [run["diagonal dominance"] for run in (coupled, parallel)]
-    assert f"are {of_channels[0]:.2f} of the mean product of different ones, against {of_channels[1]:.2f}" in SAID
+
+    def against(name, decimals=3):
+        pairs = ((coupled, parallel), (again, parallel_again))
+        return " and ".join(f"{one[name]:.{decimals}f} against {other[name]:.{decimals}f}" for one, other in pairs)
+
+    assert f"those of POptEq with both seeds, {against('average H')}" in SAID
+    assert coupled["average H"] > parallel["average H"]
+    assert again["average H"] > parallel_again["average H"]
+    assert f"a lower average D with only one of them, {against('average D')}" in SAID
+    assert coupled["average D"] < parallel["average D"]
+    assert again["average D"] > parallel_again["average D"]
+    of_channels = [run["diagonal dominance"] for run in (coupled, again)]
+    assert f"are {of_channels[0]:.2f} and {of_channels[1]:.2f} of the mean product of different ones" in SAID
     assert max(of_channels) < 1
 
 
@@ -270,8 +300,10 @@ def test_what_is_said_of_figure_3b_is_what_was_measured():
     without, with_them = measured["runs"]
     ahead = [a - b for a, b in zip(with_them["accuracy"], without["accuracy"], strict=True)]
     errors = zip(with_them["standard error"], without["standard error"], strict=True)
-    assert [steps for steps, lead in zip(measured["iterations"], ahead, strict=True) if lead > 0] == [2, 3, 5, 10, 20]
-    assert f"by at most {100 * max(ahead):.1f} point" in SAID
+    assert measured["iterations"] == [0, 1, 2, 3, 5, 10, 20]
+    assert min(ahead[1:]) > 0 > ahead[0]
+    assert f"starts {-100 * ahead[0]:.1f} points lower" in SAID
+    assert f"by at most {100 * max(ahead):.1f} points" in SAID
     assert all(abs(lead) < 2 * (a * a + b * b) ** 0.5 for lead, (a, b) in zip(ahead, errors, strict=True))
 
 

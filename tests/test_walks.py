@@ -15,7 +15,7 @@ from equipoise.lab.recipes import build, reading
 
 TESTS = Path(__file__).parent
 FIXED_POINT_FILES = 9
-TRAINING_FILES = 31
+TRAINING_FILES = 30
 
 
 SOLVE = """

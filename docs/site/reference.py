@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[1]
 PAGES = DOCS / "reference"
 MODULES = ("joint", "lab", "models", "operators", "tasks")
 TUTORIALS = [
-    "own_layer", "per_sample_stopping", "compare_solvers", "guarantee", "objective", "restore",
+    "own_layer", "per_sample_stopping", "compare_solvers", "guarantee", "multiscale", "objective", "restore",
     "generate", "attack_and_defend", "one_example", "sudoku", "two_processes", "export",
 ]  # fmt: skip
 TASK_PARTS = [
