@@ -293,14 +293,17 @@ def run(folder: Path, *words: object, expect: int = 0, **settings: object) -> st
     return process.text
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start_two(
     folder: Path, *words: object, second: dict[str, object] | None = None, **settings: object
 ) -> list[Process]:
     """The same command in two processes that share the work, as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **settings}
+    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **settings}
     return [
         start(folder, *words, **{**shared, "RANK": rank, "LOCAL_RANK": rank, **((second or {}) if rank else {})})
         for rank in range(2)

@@ -143,6 +143,7 @@ def test_fixed_steps_runs_under_onnx(x, tmp_path):
 
 DISTRIBUTED = """
     import os, sys, torch, torch.distributed as dist
+    import torch.distributed.nn  # imported later, its default arguments would keep the group: its thread would not end
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import equipoise as eq

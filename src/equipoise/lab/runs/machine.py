@@ -1,6 +1,8 @@
 """The machine that a command runs on: device, threads, memory, cooperating processes, random numbers."""
 
+import atexit
 import ctypes
+import gc
 import hashlib
 import os
 import platform
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed.nn  # imported when there is a process group, its default arguments would keep it forever
 from torch import Tensor
 from torch import distributed as dist
 
@@ -102,10 +105,22 @@ def this_machine(device: str | None = None, threads: int | None = None) -> Itera
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    atexit.register(release, [dist.group.WORLD])
     try:
         yield Machine(chosen, rank, world)
     finally:
         dist.destroy_process_group()
+
+
+def release(groups: list[Any]) -> None:
+    """Free process groups at the end of the process, as their last owner.
+
+    The last owner may otherwise be a DistributedDataParallel, which the frames of an error keep longer than
+    ``destroy_process_group`` does. It waits for gloo's thread while it holds the interpreter's lock. That thread may be
+    waiting for the lock, to free the tensors of its last exchange: then the process never ends.
+    """
+    gc.collect()  # a model in a reference cycle
+    groups.clear()
 
 
 def keep_freed_memory() -> None:
