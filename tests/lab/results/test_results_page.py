@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ import equipoise as eq
 from equipoise.cli import main
 from equipoise.lab.files import DamagedFile
 from equipoise.lab.recipes.build import source_digests
-from equipoise.lab.recipes.reading import open_recipe, parse_override, recipe_names, recipes_folder
+from equipoise.lab.recipes.reading import RecipeError, open_recipe, parse_override, recipe_names, recipes_folder
 from equipoise.lab.recipes.schema import TableSpec
 from equipoise.lab.results.claims import read_claims
 from equipoise.lab.results.results_page import Writer, difference, results_page
 from equipoise.lab.results.stored import Asked, Noted, opened, read_stored, recipe_tables, row_tables, same, stem_of
 from equipoise.lab.results.table_rows import cells_of, epochs_of, paper_tables
 from equipoise.lab.runs.folder import CHANGED
+from equipoise.lab.runs.shipped import weights_folder
 
 ROOT = Path(eq.__file__).parents[2]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
@@ -53,6 +55,30 @@ def test_an_edited_cell_is_found(page, tmp_path):
     assert f"{sentence}\n- {edited}\n+ {line}" in difference(page, out)
     out.write_text(page.text + "\nAnd another thing.")
     assert "- And another thing.\n+ (end of the page)" in difference(page, out)
+
+
+@HERE
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the package is not in a clone")
+def test_recorded_commits_are_in_the_history():
+    """Or in the table of those that landed as others, which are."""
+    stored = read_stored(RESULTS)
+    results = [file.read_text() for file in RESULTS.rglob("*.json")]
+    cards = [file.read_text() for file in weights_folder().rglob("*.toml")]
+    recorded = {
+        commit for text in (*results, *cards) for commit in re.findall(r'"?commit"?(?:: | = )"([0-9a-f]+)', text)
+    }
+    assert recorded
+    recorded |= {noted.commit for noted in stored.noted.values() if noted.commit}
+    named = (recorded - stored.commits.keys()) | set(stored.commits.values())
+    known = subprocess.run(
+        ["git", "-C", str(ROOT), "cat-file", "--batch-check"],
+        input="\n".join(sorted(named)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    missing = [line for line in known.stdout.splitlines() if " commit " not in line]
+    assert not missing
 
 
 @HERE
@@ -287,6 +313,16 @@ def test_a_result_without_an_origin_needs_one_by_hand(tmp_path):
     noted = 'command = "equipoise train mondeq/mnist-fc --budget small"\ncommit = "abc1234"\nmachine = "a laptop"\n'
     store(tmp_path, "origins.toml", f'["mondeq/mnist-fc"]\n{noted}')
     assert "| a laptop | abc1234 | not recorded | `equipoise train" in line_of(tmp_path, FC)[0]
+
+
+def test_a_commit_that_the_history_lacks_names_one_that_has_its_code(tmp_path):
+    made = origin()
+    store(tmp_path, "mondeq/mnist-fc.result.json", result(origin=made))
+    store(tmp_path, "origins.toml", f'[commits]\n{made["versions"]["commit"]} = "abc1234"\n')
+    assert "| 0123456, landed as abc1234 |" in line_of(tmp_path, FC)[0]
+    store(tmp_path, "origins.toml", "[commits]\nabc = 1\n")
+    with pytest.raises(RecipeError, match=r"origins.toml, line 2: commits.abc"):
+        read_stored(tmp_path)
 
 
 def test_a_table_fills_its_rows(tmp_path):

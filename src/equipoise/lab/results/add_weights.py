@@ -4,7 +4,6 @@ import copy
 import hashlib
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import equipoise
 from equipoise.lab.data.base import spread
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.files import whole
@@ -23,7 +21,7 @@ from equipoise.lab.recipes.reading import RecipeFile, open_recipe, plain, recipe
 from equipoise.lab.results.sample import LATENTS, new_density, save_density, shipped_density
 from equipoise.lab.results.trained import Trained, open_trained
 from equipoise.lab.runs import checkpoints
-from equipoise.lab.runs.folder import Run, RunError
+from equipoise.lab.runs.folder import Run, RunError, commit
 from equipoise.lab.runs.load import data_of
 from equipoise.lab.runs.machine import Machine
 from equipoise.lab.runs.shipped import Card, Measured, Terms, Training, list_weights, weights_folder
@@ -93,7 +91,7 @@ def add_weights(
         metric=trained.task.best_metric,
         metrics=metrics[kind],
         as_trained=metrics["float32"],
-        commit=commit(),
+        commit=commit() or "",
     )
     card = Card(
         name=name,
@@ -229,17 +227,6 @@ def portable(tables: dict[str, Any]) -> dict[str, Any]:
     if training.get("init_from", "") not in ("", *list_weights()):
         training["init_from"] = "RUN"
     return {**tables, **({"training": training} if training else {})}
-
-
-def commit() -> str:
-    """Return the commit of the package's source, marked "-dirty" if files were changed since; empty if unknown."""
-    words = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    try:
-        folder = Path(equipoise.__file__).parent
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 def card_text(card: Card) -> str:

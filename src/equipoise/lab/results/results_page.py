@@ -40,7 +40,8 @@ number of epochs trained, of those of the paper's recipe, with the budget. "time
 
 **State.** A result is current if neither its recipe nor the code that it depends on has changed since: the files of its
 model, task, solver and gradient rule, and what they import down to the solvers, without comments. Otherwise it is
-**stale** until it is trained again. Older results do not record this; their commit is the one that added them.
+**stale** until it is trained again. Older results do not record this; their commit is the one that added them. A commit
+"landed as" another one is not in the history of the repository; the other one has its code.
 """
 
 
@@ -172,7 +173,18 @@ class Writer:
     def facts(self, found: Measurement, moved: list[str] | None) -> tuple[str, str, str, str]:
         """Return time, machine, commit and state of a measurement."""
         seconds = "-" if found.seconds is None else duration(found.seconds)
-        return (seconds, machine_of(found), commit_of(found), self.state(found.file, moved))
+        return (seconds, machine_of(found), self.commit_of(found), self.state(found.file, moved))
+
+    def commit_of(self, found: Measurement) -> str:
+        """Return the commit that a measurement was made with."""
+        if found.origin is None:
+            return found.noted.commit or "not recorded"
+        versions = found.origin["versions"]
+        commit, _, dirty = (versions.get("commit") or "").partition("-")
+        if not commit:
+            return f"version {versions.get('equipoise', '?')}"
+        landed = self.stored.commits.get(commit)
+        return commit[:7] + (" with changes" if dirty else "") + (f", landed as {landed}" if landed else "")
 
     def state(self, file: str, moved: list[str] | None) -> str:
         if moved is None:
@@ -296,11 +308,3 @@ def machine_of(found: Measurement) -> str:
     if machine.get("device") not in (None, "cpu"):
         words.insert(0, str(machine["device"]))
     return ", ".join([*words, f"torch {versions.get('torch', '?')}"])
-
-
-def commit_of(found: Measurement) -> str:
-    if found.origin is None:
-        return found.noted.commit or "not recorded"
-    commit, _, dirty = (found.origin["versions"].get("commit") or "").partition("-")
-    version = found.origin["versions"].get("equipoise", "?")
-    return f"{commit[:7]}{' with changes' if dirty else ''}" if commit else f"version {version}"

@@ -164,10 +164,11 @@ class Stored:
     """Everything in a folder of results."""
 
     folder: Path
+    noted: dict[str, Noted]
+    commits: dict[str, str]  # of the history, that have the code of commits which results record and it lacks
     runs: dict[str, Measurement] = field(default_factory=dict)
     tables: list[StoredTable] = field(default_factory=list)
     evaluations: dict[str, Measurement] = field(default_factory=dict)
-    noted: dict[str, Noted] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)  # all of them
     origins: dict[str, dict[str, Any]] = field(default_factory=dict)  # of figures that record it, by file
 
@@ -249,7 +250,7 @@ def read_stored(folder: Path) -> Stored:
     """Read a folder of results; raise DamagedFile, which names the file, for one that is not what its name says."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; run this in a clone, or name the folder with --folder.")
-    stored = Stored(folder, noted=read_origins(folder / "origins.toml"))
+    stored = Stored(folder, *read_origins(folder / "origins.toml"))
     every = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     stored.files = [path.as_posix() for path in every if path.name not in OWN and not path.name.startswith(".")]
     groups: dict[str, list[str]] = {}
@@ -270,16 +271,19 @@ def read_stored(folder: Path) -> Stored:
     return stored
 
 
-def read_origins(path: Path) -> dict[str, Noted]:
+def read_origins(path: Path) -> tuple[dict[str, Noted], dict[str, str]]:
+    """Return the entries of origins.toml and its table of commits."""
     if not path.exists():
-        return {}
+        return {}, {}
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DamagedFile(f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}.") from None
     where = Where(str(path), text)
     try:
-        return read(dict[str, Noted], tomllib.loads(text), (), where)
+        tables = tomllib.loads(text)
+        commits = read(dict[str, str], tables.pop("commits", {}), ("commits",), where)
+        return read(dict[str, Noted], tables, (), where), commits
     except tomllib.TOMLDecodeError as error:
         raise DamagedFile(f"{path}: {error}.") from None
 
