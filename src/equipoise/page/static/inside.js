@@ -64,6 +64,7 @@ export class Inside extends Panel {
       },
       end: (end) => this.end(end),
     });
+    if (whole === null) return;
     if (this.player.at >= 0) this.frame(this.player.at); // of both lanes: the second one came later
     this.player.end();
     if (whole) this.say("Done.");
