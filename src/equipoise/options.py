@@ -38,6 +38,20 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"there is no {kind} {name!r}; {did_you_mean(name, known)}known: {', '.join(known)}."
 
 
+def unknown_of_many(kind: str, name: str, known: Collection[str], command: str) -> str:
+    """Return the message for a name among too many to list: what may be meant, and the command that lists them all.
+
+    Names have a folder, as in ``"core/mnist"``. A name without its folder may mean any that ends in it; a name that is
+    similar to none may be part of some.
+    """
+    meant = [word for word in known if word.rpartition("/")[2] == name]
+    if not meant:
+        near = nearest(name, known, cutoff=0.6)
+        meant = [word for word in known if name and name in word] if near is None else [near]
+    question = f"; did you mean {' or '.join(map(repr, meant[:3]))}?" if meant else "."
+    return f"there is no {kind} {name!r}{question} `{command}` lists all."
+
+
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise :class:`UnknownOption` for the first name in ``given`` that is not ``known``."""
     for name in given:

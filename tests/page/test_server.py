@@ -598,4 +598,6 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys, runs):
     assert "--port 0 selects a free one" in capsys.readouterr().err
     assert main(["page", "--port", "99999"]) == 2
     assert "--port 99999" in capsys.readouterr().err
+    assert main(["page", "--run", str(runs[0]), "--host", ""]) == 2
+    assert "--host is empty; use 127.0.0.1" in capsys.readouterr().err
     assert list(RUNS) == ["draw", "generator", "inside", "segment"]

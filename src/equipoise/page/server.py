@@ -188,6 +188,8 @@ async def left(request: Request, error: Exception) -> Response:
 
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens; port 0 is a free one."""
+    if not host:  # which the operating system would take for every address of this machine
+        raise ValueError("--host is empty; use 127.0.0.1 for this machine only, or 0.0.0.0 for the network.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with contextlib.ExitStack() as stack:
