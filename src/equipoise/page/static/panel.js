@@ -186,7 +186,7 @@ export class Panel {
       if (!file) return;
       this.forgive();
       if (file.size > most) {
-        this.refuse(`The file has ${(file.size / 1e6).toFixed(1)} MB; at most ${most / 1e6} MB are read.`, "upload");
+        this.refuse(`The file is larger than the limit: ${(file.size / 1e6).toFixed(1)} MB of ${most / 1e6} MB. Make it smaller.`, "upload");
         return;
       }
       const query = new URLSearchParams({ model: this.control("model").value });
