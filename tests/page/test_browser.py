@@ -217,6 +217,21 @@ def test_a_wrong_upload_gets_a_sentence_beside_its_control(page, tmp_path):
     assert page.pixels(".truth")[27, 14] > 200
 
 
+def test_an_error_of_an_uploaded_image_is_beside_the_upload(page, tmp_path):
+    page.open("segment")
+    page.settled()
+    Image.new("RGB", (500, 1)).save(tmp_path / "thin.png")
+    page.one("[name=upload]").send_keys(str(tmp_path / "thin.png"))
+    page.until(lambda: page.all("#view-segment .error"))
+    error = page.one(".error")
+    assert error.text.endswith("The image is smaller than 16 x 16 pixels.")
+    assert error.find_element(By.XPATH, "..").get_attribute("data-control") == "upload"
+    assert page.browser.get_log("browser")  # of the status 400
+    page.all("#view-segment .thumb")[0].click()
+    page.settled()
+    assert page.all("#view-segment .error") == []
+
+
 def test_samples_can_be_walked_between(page):
     page.open("generate")
     page.settled()
@@ -240,6 +255,26 @@ def test_inside_and_segment_show_their_curves(page):
     assert page.one(".overlay").get_property("width") == 64
     assert "scale 2" in page.one(".residuals").get_attribute("aria-label")
     assert page.all("#view-segment .legend li")
+
+
+def test_the_solve_without_diversity_can_be_hidden(page):
+    page.open("inside")
+    page.settled()
+    curve = page.one(".objectives")
+    page.one("[name=off]").click()
+    page.until(lambda: "without" not in curve.get_attribute("aria-label"))
+    assert not page.one(".lane[data-lane='1']").is_displayed()
+    page.one("[name=off]").click()
+    page.until(lambda: "without" in curve.get_attribute("aria-label"))
+    assert len(curve.find_elements(By.CSS_SELECTOR, "g.c1 circle")) > 1
+
+
+def test_clear_leaves_nothing_of_the_digit(page):
+    page.settled()
+    page.one("[name=clear]").click()
+    assert page.pixels(".seen").max() == 0
+    assert page.pixels(".maps0").max() == 0
+    assert page.status == ""
 
 
 # Impatience

@@ -98,6 +98,7 @@ export class Draw extends Panel {
     this.sketch.strokes = [];
     this.sketch.draw();
     this.begin();
+    for (const name of [".seen", ".maps0", ".maps1"]) blank($(this.root, name));
     $(this.root, ".attack").hidden = true;
     this.say("");
   }
@@ -111,6 +112,7 @@ export class Draw extends Panel {
     this.curve.reset(this.two ? labels : labels.slice(0, 1));
     labels.forEach((label, lane) => ($(this.root, `.lane${lane}`).textContent = label));
     $(this.root, "figure.second").hidden = !this.two;
+    $(this.root, ".of-first").textContent = this.two ? ` (numbers: ${labels[0]})` : "";
     this.rows.forEach(({ rects, number, label }) => {
       rects.forEach((rect) => rect.setAttribute("width", 0));
       number.textContent = label.className = "";

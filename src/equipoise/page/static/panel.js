@@ -113,6 +113,7 @@ export class Panel {
 
   refuse(message, control = "") {
     this.say("");
+    if (control === "image" && this.uploaded) control = "upload"; // where this image came from
     const place = control && $(this.root, `[data-control="${control}"]`);
     if (!place || place.closest("[hidden]")) {
       this.say(message);
@@ -173,6 +174,7 @@ export class Panel {
   }
 
   press(row, chosen) {
+    this.uploaded = chosen < 0;
     this.note("");
     [...row.children].forEach((button, k) => button.setAttribute("aria-pressed", k === chosen));
   }
@@ -206,7 +208,7 @@ export function fill(select, pairs) {
 }
 
 export function percent(share) {
-  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}%`;
 }
 
 /** The sentence that ends a solve. */
