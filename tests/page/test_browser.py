@@ -239,6 +239,11 @@ def test_samples_can_be_walked_between(page):
     first = page.pixels(".between")
     page.choose("share", "1")
     page.until(lambda: not torch.equal(page.pixels(".between"), first))
+    middle = "const s = arguments[0]; s.value = 0.5; s.dispatchEvent(new Event('input')); arguments[1].click()"
+    end, tab = page.pixels(".between"), page.browser.find_element(By.ID, "tab-draw")
+    page.browser.execute_script(middle, page.one("[name=share]"), tab)  # the view is left at once
+    page.open("generate")
+    page.until(lambda: not torch.equal(page.pixels(".between"), end))
     page.one("[name=sample]").click()
     page.until(lambda: page.one("[name=seed]").get_property("value") == "1")
     page.settled()

@@ -87,11 +87,6 @@ export class Draw extends Panel {
     $(this.root, ".bars").replaceChildren(...this.rows.flatMap(({ label, bar, number }) => [label, bar, number]));
   }
 
-  close() {
-    super.close();
-    this.attacker?.stop();
-  }
-
   clear() {
     this.work.stop();
     this.attacker.stop();

@@ -51,11 +51,6 @@ export class Generate extends Panel {
     this.sample();
   }
 
-  close() {
-    super.close();
-    this.walker?.stop();
-  }
-
   badges() {
     this.canvases.forEach((button, k) => {
       const ends = ["first", "second"].filter((name) => this.number(name) === k);
