@@ -1,4 +1,4 @@
-"""``eq.export``: a model, or that of a run, with its solves as an ONNX file, which runs without torch or equipoise."""
+"""Export a model, or that of a run, as an ONNX file with its solves, which runs without torch or equipoise."""
 
 from __future__ import annotations
 

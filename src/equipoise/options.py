@@ -38,6 +38,22 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"there is no {kind} {name!r}; {did_you_mean(name, known)}known: {', '.join(known)}."
 
 
+def unknown_of_many(kind: str, name: str, known: Collection[str], command: str) -> str:
+    """Return the message for a name among too many to list: what may be meant, and the command that lists them all.
+
+    A name that is similar to none may be part of some.
+    """
+    meant = similar(name, known, cutoff=0.6) or [word for word in known if name and name in word]
+    question = f"; did you mean {' or '.join(map(repr, meant[:3]))}?" if meant else "."
+    return f"there is no {kind} {name!r}{question} `{command}` lists all."
+
+
+def similar(name: str, known: Collection[str], cutoff: float) -> list[str]:
+    """Return the known names, such as ``"core/mnist"``, that have this name in any folder, or else the nearest one."""
+    near = nearest(name, known, cutoff)
+    return [word for word in known if word.rpartition("/")[2] == name] or ([] if near is None else [near])
+
+
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise :class:`UnknownOption` for the first name in ``given`` that is not ``known``."""
     for name in given:

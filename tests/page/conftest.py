@@ -33,14 +33,14 @@ def visitor(server):
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Make every step of a solve take 20 milliseconds more."""
+def slow(monkeypatch, request):
+    """Make every step of a solve take 20 milliseconds more, or the time that a test asks for."""
     from equipoise.page.jobs import Job
 
     check = Job.check
 
     def slowly(job):
         check(job)
-        time.sleep(0.02)
+        time.sleep(getattr(request, "param", 0.02))
 
     monkeypatch.setattr(Job, "check", slowly)

@@ -212,9 +212,24 @@ def test_a_wrong_upload_gets_a_sentence_beside_its_control(page, tmp_path):
     assert error.find_element(By.XPATH, "..").get_attribute("data-control") == "upload"
     Image.linear_gradient("L").save(tmp_path / "ramp.png")
     field.send_keys(str(tmp_path / "ramp.png"))
-    page.until(lambda: "256 x 256 pixels, changed to 28 x 28" in page.status)
+    page.until(lambda: page.one(".upload-note").text == "256 x 256 pixels, resized to 28 x 28.")
     assert page.all("#view-restore .error") == []
     assert page.pixels(".truth")[27, 14] > 200
+
+
+def test_an_error_of_an_uploaded_image_is_beside_the_upload(page, tmp_path):
+    page.open("segment")
+    page.settled()
+    Image.new("RGB", (500, 1)).save(tmp_path / "thin.png")
+    page.one("[name=upload]").send_keys(str(tmp_path / "thin.png"))
+    page.until(lambda: page.all("#view-segment .error"))
+    error = page.one(".error")
+    assert error.text.endswith("The image is smaller than 16 x 16 pixels.")
+    assert error.find_element(By.XPATH, "..").get_attribute("data-control") == "upload"
+    assert page.browser.get_log("browser")  # of the status 400
+    page.all("#view-segment .thumb")[0].click()
+    page.settled()
+    assert page.all("#view-segment .error") == []
 
 
 def test_samples_can_be_walked_between(page):
@@ -224,6 +239,11 @@ def test_samples_can_be_walked_between(page):
     first = page.pixels(".between")
     page.choose("share", "1")
     page.until(lambda: not torch.equal(page.pixels(".between"), first))
+    middle = "const s = arguments[0]; s.value = 0.5; s.dispatchEvent(new Event('input')); arguments[1].click()"
+    end, tab = page.pixels(".between"), page.browser.find_element(By.ID, "tab-draw")
+    page.browser.execute_script(middle, page.one("[name=share]"), tab)  # the view is left at once
+    page.open("generate")
+    page.until(lambda: not torch.equal(page.pixels(".between"), end))
     page.one("[name=sample]").click()
     page.until(lambda: page.one("[name=seed]").get_property("value") == "1")
     page.settled()
@@ -242,6 +262,26 @@ def test_inside_and_segment_show_their_curves(page):
     assert page.all("#view-segment .legend li")
 
 
+def test_the_solve_without_diversity_can_be_hidden(page):
+    page.open("inside")
+    page.settled()
+    curve = page.one(".objectives")
+    page.one("[name=off]").click()
+    page.until(lambda: "without" not in curve.get_attribute("aria-label"))
+    assert not page.one(".lane[data-lane='1']").is_displayed()
+    page.one("[name=off]").click()
+    page.until(lambda: "without" in curve.get_attribute("aria-label"))
+    assert len(curve.find_elements(By.CSS_SELECTOR, "g.c1 circle")) > 1
+
+
+def test_clear_leaves_nothing_of_the_digit(page):
+    page.settled()
+    page.one("[name=clear]").click()
+    assert page.pixels(".seen").max() == 0
+    assert page.pixels(".maps0").max() == 0
+    assert page.status == ""
+
+
 # Impatience
 
 
@@ -253,6 +293,64 @@ def test_twenty_quick_clicks_end_with_the_last(page, server):
     page.played()
     assert page.one(".bars .best").text == str(predicted(server, page.pixels(".seen")))
     assert workers() == 2
+
+
+@pytest.mark.parametrize("slow", [0.12], indirect=True)  # the player is faster, and waits for each step
+@pytest.mark.parametrize("view", ["segment", "inside"])
+def test_a_solve_that_replaces_another_is_played_to_its_end(page, server, slow, view):
+    page.open(view)
+    page.until(lambda: len(page.all(f"#view-{view} .thumb")) == 6)
+    first, second = page.all(f"#view-{view} .thumb")[1:3]
+    first.click()
+    page.until(lambda: server.page.queue.running)
+    second.click()
+    time.sleep(0.2)
+    page.settled()
+    page.played()
+    shown, _, last = page.one(".player output").text.split()
+    assert shown == last != "1"
+    page.until(lambda: page.one(".player button").text == "Play", 5)
+
+
+def test_the_last_step_of_a_player_is_the_last_step_of_the_solve(page):
+    for view in ("generate", "segment"):
+        page.open(view)
+        page.settled()
+        page.played()
+        steps = page.one(".player output").text.split()[-1]
+        assert f"ettled after {steps} step" in page.status
+
+
+def test_a_view_that_was_left_in_mid_solve_says_so(page, server, slow):
+    page.settled()
+    page.choose("tolerance", "-7")
+    page.choose("solver", "forward-backward")
+    page.until(lambda: server.page.queue.running and page.one(".player output").text)
+    page.open("segment")
+    page.settled()
+    page.open("draw")
+    assert page.status == "Stopped, since another view was opened."
+    page.until(lambda: page.one(".player button").text == "Play")
+
+
+def test_a_view_that_was_left_before_its_examples_came_asks_for_them_again(page):
+    script = "for (const name of ['restore', 'draw']) document.getElementById(`tab-${name}`).click()"
+    page.browser.execute_script(script)
+    page.open("restore")
+    page.until(lambda: len(page.all("#view-restore .thumb")) == 6, 10)
+
+
+@pytest.mark.parametrize("name", ["toString", "nothing", ""])
+def test_an_unknown_view_in_the_address_opens_the_first(page, server, name):
+    page.browser.get("about:blank")
+    page.browser.get(f"{server.address.split('?')[0]}#{name}")
+    page.until(lambda: page.one("h2").is_displayed(), 10)
+
+
+def test_a_certified_radius_is_rounded_down(page):
+    script = "const [given, done] = arguments; import('/static/draw.js').then(({ floor }) => done(given.map(floor)))"
+    shown = page.browser.execute_async_script(script, [0.0999, 0.2461, 1.99, 12.7, 0, None])
+    assert shown == ["0.099", "0.24", "1.9", "12", "0", "0"]
 
 
 def test_stop_stops(page, server, slow):

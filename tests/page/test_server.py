@@ -176,7 +176,7 @@ def test_uploads_are_decoded_to_the_models_size(server, visitor, kind):
     kind_of, data = upload(server, visitor, encoded(image, kind))
     assert kind_of == "picture"
     assert (data["picture"]["width"], data["picture"]["height"], data["picture"]["channels"]) == (28, 28, 1)
-    assert data["note"] == "80 x 60 pixels, changed to 28 x 28."
+    assert data["note"] == "80 x 60 pixels, cropped in the middle and resized to 28 x 28."
 
 
 def test_a_street_scene_keeps_its_proportions_and_is_turned(server, visitor):
@@ -248,6 +248,7 @@ JUNK = [
     {"width": 28, "height": 28, "channels": 1, "data": "AA=="},
     {"width": -1, "height": 28, "channels": 1, "data": ""},
     {"width": 10**9, "height": 10**9, "channels": 1, "data": ""},
+    {"width": 10**4000, "height": 10**4000, "channels": 3, "data": ""},
     {"width": 28, "height": 28, "channels": 1, "data": "!" * 1046},
     {"width": 28.0, "height": "28", "channels": None, "data": 5},
 ]  # fmt: skip
@@ -346,6 +347,15 @@ def test_two_hundred_malformed_requests(server, visitor, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert server.idle()
     assert visitor.only("end", "/draw/solve", drawing(server))  # and the page works
+
+
+@pytest.mark.parametrize("size", [pytest.param(10**4000, id="huge"), LIMITS.pixels + 1, 0, -1, 2.0, True, None])
+def test_sizes_of_an_image_are_bounded_before_they_are_multiplied_or_shown(server, visitor, size):
+    image = {"width": size, "height": size, "channels": 3, "data": ""}
+    answer = visitor.post("/segment/solve", {"model": server.model("segment").name, "image": image, "steps": 1})
+    assert answer.status == 400
+    message = json.loads(answer.text)["message"]
+    assert message == "image: width, height and channels must be whole numbers from 1 to 200,000."
 
 
 @pytest.mark.parametrize(
@@ -588,4 +598,6 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys, runs):
     assert "--port 0 selects a free one" in capsys.readouterr().err
     assert main(["page", "--port", "99999"]) == 2
     assert "--port 99999" in capsys.readouterr().err
+    assert main(["page", "--run", str(runs[0]), "--host", ""]) == 2
+    assert "--host is empty; use 127.0.0.1" in capsys.readouterr().err
     assert list(RUNS) == ["draw", "generator", "inside", "segment"]

@@ -11,6 +11,7 @@ import equipoise as eq
 from equipoise.page.views.inside import correlations
 from equipoise.page.views.restore import degradation
 from equipoise.page.views.scenes import drawn
+from equipoise.page.views.view import ending
 from page_server import STREET, picture, tensor
 
 
@@ -64,7 +65,7 @@ def test_step_size_tolerance_and_steps_are_used(server, visitor):
     short = end(steps=2)
     assert short["steps"] == 2
     assert not short["converged"]
-    assert short["message"].endswith("Allow more steps or a larger tolerance.")
+    assert short["message"].endswith("Allow more steps or increase the tolerance.")
 
 
 def test_an_attack_stays_within_its_radius_and_fails_inside_the_certified_one(server, visitor):
@@ -81,6 +82,23 @@ def test_an_attack_stays_within_its_radius_and_fails_inside_the_certified_one(se
         if radius < certificate["radius"]:
             assert final["after"] == final["before"] == certificate["class"]
             assert {place["class"] for place in places} == {certificate["class"]}
+
+
+@pytest.mark.parametrize(
+    ("controls", "advice"),
+    [
+        (("solver", "step", "tolerance", "steps"), " Allow more steps or increase the tolerance."),
+        (("steps",), " Allow more steps."),
+        ((), ""),
+    ],
+)
+def test_a_failure_of_any_sample_is_told_with_remedies_that_the_view_offers(controls, advice):
+    factor = torch.tensor([[0.0], [0.999]])
+    options = {"solver": eq.Picard(), "tolerance": eq.Tolerance(max_steps=5), "on_failure": "ignore"}
+    end = ending(eq.fixed_point(lambda z, a: a * z + 1, torch.zeros(2, 1), factor, **options), 0.1, controls)
+    assert not end["converged"]
+    assert end["steps"] == 5
+    assert end["message"] == f"the residual is still above the tolerance.{advice}"
 
 
 # Restore and generate

@@ -144,6 +144,10 @@ def test_a_name_a_folder_and_a_file_are_told_apart(tmp_path, monkeypatch):
 def test_a_typo_gets_a_suggestion():
     with pytest.raises(RunError, match="there is no folder mondeq/mnist-cf, nor a shipped model of that name; did you"):
         eq.load("mondeq/mnist-cf")
+    with pytest.raises(
+        RunError, match="there is no folder mnist-fc, .*; did you mean 'mondeq/mnist-fc'\\? `equipoise weig"
+    ):
+        eq.load("mnist-fc")
     with pytest.raises(LookupError, match="there is no shipped model 'mondeq/mnst-fc'; did you mean 'mondeq/mnist-fc'"):
         read_card("mondeq/mnst-fc")
     with pytest.raises(RunError, match="there is no folder runs/x. `equipoise runs` lists runs"):

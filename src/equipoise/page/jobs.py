@@ -44,8 +44,8 @@ class Job:
             raise Stopped
         if time.monotonic() > self.deadline:
             raise Refused(
-                f"This took longer than {self.limits.seconds:g} seconds and was stopped: allow fewer steps or a larger "
-                "tolerance.",
+                f"This took longer than {self.limits.seconds:g} seconds, the limit, and was stopped: allow fewer "
+                "steps or choose a smaller image.",
                 "stop",
             )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from equipoise.lab.data.files.images import TAKEN_AS_WHITE, fitted, is_transparent, opened, pixels
+from equipoise.options import is_number
 from equipoise.page.limits import LIMITS, Limits
 from equipoise.page.refused import Refused
 
@@ -49,7 +50,9 @@ def decoded(data: bytes, shape: Sequence[int | None], limits: Limits = LIMITS) -
     except Exception as error:  # image libraries raise many kinds for a damaged file
         reason = str(error).rstrip(".") or type(error).__name__
         raise Refused(f"The file cannot be read: {reason}.", "upload") from error
-    note = "" if size == (height, width) else f"{size[1]} x {size[0]} pixels, changed to {width} x {height}."
+    whole = None in shape or size[0] * width == size[1] * height
+    how = "resized" if whole else "cropped in the middle and resized"
+    note = "" if size == (height, width) else f"{size[1]} x {size[0]} pixels, {how} to {width} x {height}."
     return tensor, f"{note} It {TAKEN_AS_WHITE}.".lstrip() if transparent else note
 
 
@@ -88,8 +91,9 @@ def from_table(value: object, shape: Sequence[int | None], control: str, limits:
     if not isinstance(value, dict) or set(value) != {*names, "data"} or not isinstance(value["data"], str):
         raise Refused(f"{control} must be an image: width, height, channels and data.", control)
     sizes = [value[name] for name in names]
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
-        raise Refused(f"{control}: width, height and channels must be whole numbers above 0.", control)
+    if not all(is_number(n, at_least=1, at_most=limits.pixels, whole=True) for n in sizes):
+        message = f"{control}: width, height and channels must be whole numbers from 1 to {limits.pixels:,}."
+        raise Refused(message, control)
     if any(wanted not in (None, given) for wanted, given in zip(shape, sizes, strict=True)):
         words = " x ".join("any" if n is None else str(n) for n in shape)
         raise Refused(f"{control} is {' x '.join(map(str, sizes))} (channels x height x width), not {words}.", control)

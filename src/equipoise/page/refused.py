@@ -1,8 +1,8 @@
-"""The error for what a visitor asked and does not get: a sentence, and the control of the page that it belongs to."""
+"""The error of a rejected request: a sentence, and the control of the page that caused it."""
 
 
 class Refused(ValueError):
-    """A request that is refused.
+    """A rejected request.
 
     Args:
         message: sentence for the visitor.

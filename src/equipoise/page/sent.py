@@ -1,4 +1,4 @@
-"""What a visitor sent: fields that are checked where they are read."""
+"""The fields of a request, checked as they are read."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from equipoise.page.views.view import View
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 VIEWS = {view.name: view for view in (draw.VIEW, restore.VIEW, generate.VIEW, inside.VIEW, segment.VIEW)}
-PATIENCE = 1.0  # seconds without an event after which a sign of life is sent
+PATIENCE = 1.0  # seconds without an event after which a keep-alive comment is sent
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Page:
 
     async def body(self, request: Request, most: int, control: str = "") -> bytes:
         """Return the body of a request, or raise Refused as soon as it is too large or too slow."""
-        too_large = Refused(f"More than {most / 1e6:g} MB were sent; that is the limit.", control, 413)
+        too_large = Refused(f"The request is larger than the limit of {most / 1e6:g} MB.", control, 413)
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             raise too_large
@@ -188,6 +188,8 @@ async def left(request: Request, error: Exception) -> Response:
 
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens; port 0 is a free one."""
+    if not host:  # which the operating system would take for every address of this machine
+        raise ValueError("--host is empty; use 127.0.0.1 for this machine only, or 0.0.0.0 for the network.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with contextlib.ExitStack() as stack:

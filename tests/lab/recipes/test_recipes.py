@@ -172,8 +172,25 @@ def test_a_file_that_is_not_there_is_named(write):
 def test_an_unknown_recipe_is_answered_with_the_nearest():
     with pytest.raises(RecipeError) as error:
         open_recipe("core/digit")
-    assert "there is no recipe 'core/digit'; did you mean 'core/digits'? known: " in str(error.value)
-    assert "For your own file, give its path, ending in .toml." in str(error.value)
+    assert str(error.value) == (
+        "there is no recipe 'core/digit'; did you mean 'core/digits'? `equipoise recipes` lists all. "
+        "For your own file, give its path, ending in .toml."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("table1", "; did you mean 'jiio/table1' or 'mondeq/table1'?"),
+        ("camvid", "; did you mean 'mdeq/camvid-small'?"),
+        ("nonsense", "."),
+        ("", "."),
+    ],
+)
+def test_a_name_without_its_folder_and_a_part_of_a_name_find_recipes(name, meant):
+    with pytest.raises(RecipeError) as error:
+        open_recipe(name)
+    assert str(error.value).startswith(f"there is no recipe {name!r}{meant} `equipoise recipes` lists all.")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What a recipe names: checked, built (data, model, task, solver, optimizer, schedule), and the code it stands for.
+"""Check and build what a recipe names (data, model, task, solver, optimizer, schedule), and list the code behind it.
 
-Mistakes are reported with their line.
+Errors name the line of the recipe.
 """
 
 import hashlib

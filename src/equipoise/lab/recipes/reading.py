@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from equipoise.lab.recipes.schema import FigureSpec, Named, Paper, Phase, Recipe, TableSpec
 from equipoise.lab.trust import ANYTHING, NOTHING, Trust
-from equipoise.options import did_you_mean, nearest, unknown
+from equipoise.options import did_you_mean, nearest, unknown, unknown_of_many
 from equipoise.tolerance import Tolerance
 
 KeyPath = tuple[str, ...]  # of a key in nested tables and lists: ("phases", "0", "epochs")
@@ -365,7 +365,8 @@ def open_recipe(
             raise RecipeError(f"{name} is not a UTF-8 text file: {error.reason} at byte {error.start}.") from None
     else:
         if name not in (known := recipe_names()):
-            raise RecipeError(unknown("recipe", name, known) + " For your own file, give its path, ending in .toml.")
+            message = unknown_of_many("recipe", name, known, "equipoise recipes")
+            raise RecipeError(f"{message} For your own file, give its path, ending in .toml.")
         text, shown, folder = (recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"recipe {name}", ""
     places = [folder, "."] if trust.modules is None else [".", folder]  # a file must not outdo the current folder
     where = Where(shown, text, dataclasses.replace(trust, folders=tuple(filter(None, places))))

@@ -29,9 +29,9 @@ from equipoise.lab.training.evaluate import evaluate, parameter_count
 from equipoise.options import require_number
 from equipoise.tasks.latent_vectors import generator_in
 
-COST = 0.0005  # what float16 may cost: 0.05 points of an accuracy, or this share of a metric above 1
-ONE, GENERATOR, ALL = 1_200_000, 5_000_000, 12_000_000  # most bytes of one model, of one that draws images, of all
-GENERATES = ("generation", "vae", "restoration")  # tasks of models that draw images
+COST = 0.0005  # largest loss due to float16: 0.05 points of an accuracy, or this share of a metric above 1
+ONE, GENERATOR, ALL = 1_200_000, 5_000_000, 12_000_000  # bytes: limits of a model, a generator, all
+GENERATES = ("generation", "vae", "restoration")  # tasks of models that generate images
 LICENCE = "MIT, as the package"
 
 
@@ -139,7 +139,7 @@ def write_entry(
 def require_shippable(run: Run, name: str) -> None:
     """Raise unless the model of a run may and can be shipped."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*/[a-z0-9]+(-[a-z0-9]+)*", name):
-        raise ValueError(f"--as is {name!r}; it must be of the form mondeq/mnist-fc, in small letters and digits.")
+        raise ValueError(f"--as is {name!r}; it must be of the form mondeq/mnist-fc, in lower-case letters and digits.")
     if run.file is not None or run.result is None:
         raise RunError(f"{run} is not a finished run: finish it with `equipoise resume`, or name another.")
     source = run.source
@@ -193,7 +193,7 @@ def training_of(run: Run, trained: Trained, weights: str, samples: int) -> Train
 def training_command(source: RecipeFile) -> str:
     """Return the shortest command that trains a changed recipe: a budget, and the changes that differ from it."""
     tables = portable(source.tables)
-    budgets = tables.pop("budget", {})  # may have changed since; they are no part of what was trained
+    budgets = tables.pop("budget", {})  # may have changed since; they are not part of what was trained
     choices = []
     for budget in (None, *budgets):
         words = ["equipoise", "train", source.name, *(("--budget", budget) if budget else ())]

@@ -1,4 +1,4 @@
-"""What training cost, from the log of a run: the columns that a table shows beside its metric."""
+"""Columns of a table that show what training cost: time, evaluations, memory and failed solves, from a run's log."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def costs(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def costs_of(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the mean time of an epoch, evaluation included, the mean number of evaluations of f in a step, and so on.
+    """Return the costs of a run: means over epochs or training steps, the highest memory, the last share of failures.
 
     Args:
         epochs: the log's record of every epoch.

@@ -15,7 +15,7 @@ from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs.folder import Run, list_runs
 from equipoise.lab.runs.shipped import list_weights, read_card, weights_file
 from equipoise.lab.training.evaluate import duration, format_metric, parameter_count
-from equipoise.options import unknown
+from equipoise.options import unknown, unknown_of_many
 
 
 def recipe_rows() -> list[tuple[str, ...]]:
@@ -45,7 +45,7 @@ def parameters(source: reading.RecipeFile, recipe: Recipe) -> str:
 def recipe_text(name: str) -> str:
     """Return the text of a recipe's file."""
     if name not in (known := reading.recipe_names()):
-        raise reading.RecipeError(unknown("recipe", name, known))
+        raise reading.RecipeError(unknown_of_many("recipe", name, known, "equipoise recipes"))
     return (reading.recipes_folder() / f"{name}.toml").read_text(encoding="utf-8")
 
 

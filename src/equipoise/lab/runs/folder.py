@@ -39,7 +39,7 @@ from equipoise.lab.recipes.schema import Recipe
 from equipoise.lab.runs import checkpoints, shipped
 from equipoise.lab.runs.checkpoints import BEST
 from equipoise.lab.trust import NOTHING, Trust
-from equipoise.options import did_you_mean
+from equipoise.options import similar
 
 CHANGED = "changed while training"  # in place of a digest
 
@@ -412,9 +412,10 @@ def open_run(path: str | Path, trust: str | Sequence[str] | Trust = ()) -> Run:
             )
         if str(path) in names and not folder.is_dir():
             raise RunError(f"{what}; the shipped model of that name has no folder with its training.")
-        near = did_you_mean(str(path), names, cutoff=0.75) if isinstance(path, str) else ""
+        near = similar(path, names, cutoff=0.75)[:3] if isinstance(path, str) else []
         if near and not folder.is_dir():
-            raise RunError(f"{what}, nor a shipped model of that name; {near}`equipoise weights` lists them.")
+            meant = f"did you mean {' or '.join(map(repr, near))}?"
+            raise RunError(f"{what}, nor a shipped model of that name; {meant} `equipoise weights` lists them.")
         raise RunError(f"{what}. `equipoise runs` lists runs.")
     return Run(folder, trusted)
 

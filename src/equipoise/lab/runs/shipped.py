@@ -12,7 +12,7 @@ from pathlib import Path
 
 from equipoise.lab.files import DamagedFile
 from equipoise.lab.recipes.reading import RecipeError, Where, read
-from equipoise.options import unknown
+from equipoise.options import unknown_of_many
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def list_weights() -> list[str]:
 def read_card(name: str) -> Card:
     """Return the card of a shipped model."""
     if name not in (known := list_weights()):
-        raise LookupError(unknown("shipped model", name, known))
+        raise LookupError(unknown_of_many("shipped model", name, known, "equipoise weights"))
     path = weights_folder() / f"{name}.toml"
     text = path.read_text(encoding="utf-8")
     try:

@@ -77,7 +77,8 @@ export class Curve {
     const all = drawn.flat();
     const [xs, ys] = [all.map(([x]) => x), all.map(([, y]) => y)];
     const xLow = xs.length ? Math.min(...xs) : 0;
-    const xHigh = xs.length ? Math.max(...xs, xLow + 1e-9) : 10;
+    const steps = this.x === "step";
+    const xHigh = xs.length ? Math.max(...xs, xLow + (steps ? 1 : 1e-3)) : 10;
     const ticks = powers(ys.length ? Math.min(...ys) : 1e-4, ys.length ? Math.max(...ys) : 1);
     const [low, high] = [ticks[0], Math.max(ticks.at(-1), ...(ys.length ? ys : [1]))].map(Math.log10);
     const across = (x) => left + ((x - xLow) / (xHigh - xLow)) * (width - left - right);
@@ -87,7 +88,7 @@ export class Curve {
       parts.push(element("line", { class: "axis", x1: left, x2: width - right, y1: down(tick), y2: down(tick) }));
       parts.push(element("text", { x: left - 6, y: down(tick) + 4, "text-anchor": "end" }, number(tick)));
     }
-    for (const tick of rounds(xLow, xHigh))
+    for (const tick of rounds(xLow, xHigh).filter((tick) => !steps || Number.isInteger(+tick.toFixed(6))))
       parts.push(element("text", { x: across(tick), y: height - bottom + 16, "text-anchor": "middle" }, number(tick)));
     parts.push(element("text", { x: width - right, y: height - 3, "text-anchor": "end" }, this.x));
     if (this.head !== null && all.length && this.head >= xLow && this.head <= xHigh)

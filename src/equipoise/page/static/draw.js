@@ -9,6 +9,13 @@ import { blank, diverging, image, show, showMaps } from "./pixels.js";
 
 const SIDE = 28;
 
+/** Two digits of a radius, rounded down: nothing is proven of a larger one. */
+export function floor(radius) {
+  if (!(radius > 0)) return "0";
+  const unit = 10 ** (Math.floor(Math.log10(radius)) - 1);
+  return (Math.floor(radius / unit) * unit).toPrecision(2);
+}
+
 export class Draw extends Panel {
   constructor(name, view) {
     super(name, view);
@@ -86,6 +93,7 @@ export class Draw extends Panel {
     this.sketch.strokes = [];
     this.sketch.draw();
     this.begin();
+    for (const name of [".seen", ".maps0", ".maps1"]) blank($(this.root, name));
     $(this.root, ".attack").hidden = true;
     this.say("");
   }
@@ -99,6 +107,7 @@ export class Draw extends Panel {
     this.curve.reset(this.two ? labels : labels.slice(0, 1));
     labels.forEach((label, lane) => ($(this.root, `.lane${lane}`).textContent = label));
     $(this.root, "figure.second").hidden = !this.two;
+    $(this.root, ".of-first").textContent = this.two ? ` (numbers: ${labels[0]})` : "";
     this.rows.forEach(({ rects, number, label }) => {
       rects.forEach((rect) => rect.setAttribute("width", 0));
       number.textContent = label.className = "";
@@ -136,7 +145,11 @@ export class Draw extends Panel {
       end: (end) => (this.ends[end.lane] = end),
       certificate: (found) => this.certificate(found),
     });
-    if (!whole) return;
+    if (whole === null) return;
+    if (!whole) {
+      this.player.end();
+      return;
+    }
     this.frame(this.player.at); // of both solvers: the second one may have ended with fewer steps
     this.player.end();
     const [first, second] = this.ends;
@@ -170,10 +183,10 @@ export class Draw extends Panel {
 
   certificate({ radius, class: label }) {
     const name = this.model.classes[label];
-    this.safe = radius;
+    this.safe = radius ?? 0;
     $(this.root, ".attack").hidden = false;
     $(this.root, ".certified").textContent = radius
-      ? `Proven: whatever change of the image has a length below ${radius.toPrecision(2)}, its class stays ${name}. (The length is the 2-norm, with pixels from 0 to 1.)`
+      ? `Proven: no change of the image whose 2-norm is below ${floor(radius)} changes its class, ${name}. (Pixels range from 0 to 1.)`
       : "Nothing is proven for this image.";
     $(this.root, ".verdict").textContent = "";
     for (const name of [".attacked", ".change"]) blank($(this.root, name));
@@ -225,6 +238,6 @@ export class Draw extends Panel {
     const svg = $(this.root, ".disc");
     svg.setAttribute("viewBox", "-100 -100 200 200");
     svg.replaceChildren(...parts);
-    svg.setAttribute("aria-label", `Certified radius ${this.safe.toPrecision(2)}, largest change of the attack ${radius}.`);
+    svg.setAttribute("aria-label", `Certified radius ${floor(this.safe)}, largest change of the attack ${radius}.`);
   }
 }

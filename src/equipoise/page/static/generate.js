@@ -74,16 +74,17 @@ export class Generate extends Panel {
         this.player.add();
       },
       end: (end) => {
-        this.frames.push({ step: end.steps, pictures: end.pictures });
-        this.player.add();
+        this.frames.push({ ...this.frames.pop(), pictures: end.pictures });
+        this.frame(this.player.at);
         this.say(ending(end));
       },
     });
-    this.player.end();
+    if (whole !== null) this.player.end();
     if (whole) this.walk();
   }
 
   frame(at) {
+    if (at < 0) return;
     const { step, pictures } = this.frames[at];
     this.curve.mark(step);
     pictures?.forEach((picture, k) => show($(this.canvases[k], "canvas"), picture));

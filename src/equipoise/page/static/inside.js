@@ -5,17 +5,26 @@ import { Curve } from "./curve.js";
 import { Player } from "./player.js";
 import { rising, show, showMaps } from "./pixels.js";
 
+const LANES = ["with diversity", "without"];
+
 export class Inside extends Panel {
   constructor(name, view, { upload }) {
     super(name, view);
     if (this.empty) return;
-    this.curve = new Curve($(this.root, ".objectives"), { names: ["with diversity", "without"] });
+    this.curve = new Curve($(this.root, ".objectives"), { names: LANES });
     this.player = new Player($(this.root, ".player"), (at) => this.frame(at));
     this.laneRoots = [...this.root.querySelectorAll(".lane")];
     this.uploads(upload, (picture) => this.take(picture));
     this.button("solve", () => this.solve());
     this.control("solver").addEventListener("change", () => this.solve());
-    this.control("off").addEventListener("change", () => (this.laneRoots[1].hidden = !this.control("off").checked));
+    this.lanes = [[], []];
+    this.control("off").addEventListener("change", () => {
+      const both = this.control("off").checked;
+      this.laneRoots[1].hidden = !both;
+      this.curve.reset(both ? LANES : LANES.slice(0, 1));
+      this.heights();
+      if (this.player.at >= 0) this.frame(this.player.at);
+    });
   }
 
   choose() {
@@ -64,6 +73,7 @@ export class Inside extends Panel {
       },
       end: (end) => this.end(end),
     });
+    if (whole === null) return;
     if (this.player.at >= 0) this.frame(this.player.at); // of both lanes: the second one came later
     this.player.end();
     if (whole) this.say("Done.");
@@ -71,7 +81,7 @@ export class Inside extends Panel {
 
   /** The objective of each lane above its lowest value so far. */
   heights() {
-    this.lanes.forEach((frames, lane) => {
+    this.lanes.slice(0, this.curve.names.length).forEach((frames, lane) => {
       const lowest = Math.min(...frames.map(({ objective }) => objective));
       this.curve.points[lane] = frames.map(({ step, objective }) => [step, objective - lowest]);
     });

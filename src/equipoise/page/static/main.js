@@ -26,6 +26,8 @@ function select(name, known) {
     const panel = new VIEWS[name](name, known.views[name], known);
     opened.set(name, panel);
     if (!panel.empty) panel.choose();
+  } else {
+    opened.get(name).reopen();
   }
   history.replaceState(null, "", `/#${name}`);  // without the token
 }
@@ -45,7 +47,7 @@ try {
     });
   });
   const wanted = location.hash.slice(1);
-  select(wanted in VIEWS ? wanted : "draw", known);
+  select(Object.hasOwn(VIEWS, wanted) ? wanted : "draw", known);
 } catch (error) {
-  document.getElementById("loading").textContent = error.message;
+  Object.assign(document.getElementById("loading"), { textContent: error.message, hidden: false });
 }

@@ -54,7 +54,14 @@ export class Panel {
 
   /** The view is no longer visible: nobody watches its solve. */
   close() {
-    if (!this.empty) this.work.stop();
+    if (this.empty || !this.work.current) return;
+    this.work.stop();
+    this.say("Stopped, since another view was opened.");
+  }
+
+  /** The view is visible again. */
+  reopen() {
+    if (this.unready) this.choose();
   }
 
   control(name) {
@@ -106,6 +113,7 @@ export class Panel {
 
   refuse(message, control = "") {
     this.say("");
+    if (control === "image" && this.uploaded) control = "upload"; // where this image came from
     const place = control && $(this.root, `[data-control="${control}"]`);
     if (!place || place.closest("[hidden]")) {
       this.say(message);
@@ -134,8 +142,10 @@ export class Panel {
   /** Fill the examples of the view, and choose the first. */
   async examples(fields, chosen) {
     const row = $(this.root, ".thumbs");
+    this.unready = true; // until they arrive, which a visitor who opens another view does not await
     await this.run("examples", fields, {
       examples: ({ pictures, ...about }) => {
+        this.unready = false;
         this.about?.(about, pictures);
         row.replaceChildren(...pictures.map((picture, k) => this.thumb(picture, `Example ${k + 1}`, () => {
           this.press(row, k);
@@ -157,19 +167,28 @@ export class Panel {
     return button;
   }
 
+  /** Say beside the upload how the image was changed. */
+  note(text) {
+    const line = $(this.root, ".upload-note");
+    if (line) line.textContent = text;
+  }
+
   press(row, chosen) {
+    this.uploaded = chosen < 0;
+    this.note("");
     [...row.children].forEach((button, k) => button.setAttribute("aria-pressed", k === chosen));
   }
 
   /** Send a chosen file to be decoded. */
   uploads(most, chosen) {
     const input = this.control("upload");
+    input.addEventListener("click", () => (input.value = "")); // so that a corrected file of the same name is read
     input.addEventListener("change", async () => {
       const [file] = input.files;
       if (!file) return;
       this.forgive();
       if (file.size > most) {
-        this.refuse(`The file has ${(file.size / 1e6).toFixed(1)} MB; at most ${most / 1e6} MB are read.`, "upload");
+        this.refuse(`The file is larger than the limit: ${(file.size / 1e6).toFixed(1)} MB of ${most / 1e6} MB. Make it smaller.`, "upload");
         return;
       }
       const query = new URLSearchParams({ model: this.control("model").value });
@@ -177,7 +196,7 @@ export class Panel {
         picture: ({ picture, note }) => {
           this.press($(this.root, ".thumbs"), -1);
           chosen(picture);
-          this.say(note);
+          this.note(note);
         },
       });
     });
@@ -189,11 +208,12 @@ export function fill(select, pairs) {
 }
 
 export function percent(share) {
-  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+  return `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}%`;
 }
 
 /** The sentence that ends a solve. */
 export function ending({ converged, steps, message, seconds }) {
   const time = seconds < 1 ? `${Math.max(1, Math.round(1000 * seconds))} ms` : `${seconds.toFixed(1)} s`;
-  return converged ? `Settled after ${steps} steps (${time}).` : `Not settled after ${steps} steps (${time}): ${message}`;
+  const after = `settled after ${steps} ${steps === 1 ? "step" : "steps"} (${time})`;
+  return converged ? `S${after.slice(1)}.` : `Not ${after}: ${message}`;
 }

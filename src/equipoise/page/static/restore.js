@@ -41,6 +41,7 @@ export class Restore extends Panel {
     this.hole = new Uint8Array(picture.width * picture.height);
     this.work.stop();
     this.begin();
+    this.say("");
     show($(this.root, ".truth"), picture);
     this.draw();
   }
@@ -135,7 +136,7 @@ export class Restore extends Panel {
         this.frame(this.player.at);
       },
     });
-    if (!whole) this.player.end();
+    if (whole === false) this.player.end();
   }
 
   /** Show a joint step, and what Adam had at that time. */

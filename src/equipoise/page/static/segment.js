@@ -44,20 +44,20 @@ export class Segment extends Panel {
     this.curve.reset();
     this.legend({});
     this.say("Solving …");
-    await this.run("solve", { image: this.picture, steps: this.number("steps") }, {
+    const whole = await this.run("solve", { image: this.picture, steps: this.number("steps") }, {
       frame: (frame) => {
         this.frames.push(frame);
         frame.scales.forEach((residual, k) => this.curve.add(k, frame.step, residual));
         this.player.add();
       },
       end: (end) => {
-        this.frames.push({ step: end.steps, labels: end.labels });
-        this.player.add();
+        this.frames.push({ ...this.frames.pop(), labels: end.labels });
+        this.frame(this.player.at);
         this.legend(end.shares);
         this.say(ending(end));
       },
     });
-    this.player.end();
+    if (whole !== null) this.player.end();
   }
 
   legend(shares) {

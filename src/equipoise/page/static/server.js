@@ -68,7 +68,10 @@ export class Work {
     this.panel.busy(false);
   }
 
-  /** Run a job; `on` has a function for each kind of event. Resolves to whether it came to its end. */
+  /**
+   * Run a job; `on` has a function for each kind of event. Resolves to whether it came to its end, or to null if
+   * another job took its place, to which the player and the status line belong now.
+   */
   async run(path, body, on) {
     this.current?.abort();
     const own = (this.current = new AbortController());
@@ -76,7 +79,7 @@ export class Work {
     let whole = true;
     try {
       for await (const [kind, data] of events(path, body, own.signal)) {
-        if (this.current !== own) return false;
+        if (this.current !== own) break;
         if (kind === "waiting") this.panel.say(data.ahead ? `Waiting: ${data.ahead} ahead of you …` : "Waiting …");
         else if (kind === "refused") {
           whole = false;
@@ -87,7 +90,7 @@ export class Work {
       whole = false;
       if (error.name !== "AbortError") this.panel.refuse(error.message, error.control);
     }
-    if (this.current !== own) return false;
+    if (this.current !== own) return this.current ? null : false;
     this.current = null;
     this.panel.busy(false);
     return whole;

@@ -26,6 +26,7 @@ from equipoise.tasks.robustness import pgd
 from equipoise.tolerance import Tolerance
 
 ATTACK_STEPS = 20
+CONTROLS = ("solver", "step", "tolerance", "steps")
 LARGEST_RADIUS = 8.0
 NONE = "none"  # in place of the second solver
 
@@ -131,7 +132,7 @@ def watch_one(job: Job, model: Available, batch: Tensor, lane: int, solver: Solv
 
     options = {"solver": solver, "tolerance": tolerance, "on_failure": "ignore"}
     solution = fixed_point(layer.f, layer.start(inputs), *inputs, **options, callback=show)
-    job.emit("end", {"lane": lane, **ending(solution, clock.pause())})
+    job.emit("end", {"lane": lane, **ending(solution, clock.pause(), CONTROLS)})
 
 
 def prepare(model: Available) -> None:

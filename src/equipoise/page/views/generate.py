@@ -62,9 +62,8 @@ def settle(job: Job, model: Available, x: Tensor) -> None:
 
     options = {"solver": layer.solver, "tolerance": layer.tolerance, "on_failure": "ignore"}
     solution = fixed_point(layer.f, generator.start(x), x, **options, callback=show)
-    seconds = clock.pause()
-    end = {**ending(solution, seconds), "steps": int(solution.stats.steps.max())}
-    job.emit("end", {**end, "converged": bool(solution.converged.all()), "pictures": pictures(solution.value)})
+    end = ending(solution, clock.pause())
+    job.emit("end", {**end, "pictures": pictures(solution.value)})
 
 
 def describe(model: Available) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def watch_one(
 
     options = {"solver": solver, "tolerance": tolerance, "on_failure": "ignore"}
     solution = fixed_point(cell, cell.start, *inputs, **options, callback=show)
-    end = ending(solution, clock.pause())
+    end = ending(solution, clock.pause(), ("solver", "steps"))
     correlation = correlations(solution.value, 0)
     job.emit(
         "end",

@@ -77,8 +77,8 @@ def watch(job: Job, model: Available, image: Tensor, steps: int) -> None:
     full = functional.interpolate(logits(solution.value).float(), (height, width), mode="bilinear", align_corners=True)
     label_map = likeliest(full)[0]
     assert isinstance(model.task, Segmentation)
-    end = {**ending(solution, seconds), "labels": label_table(label_map), "shares": model.task.shares(label_map)}
-    job.emit("end", end)
+    end = ending(solution, seconds, ("steps",))
+    job.emit("end", {**end, "labels": label_table(label_map), "shares": model.task.shares(label_map)})
 
 
 def relative(after: Tensor, before: Tensor) -> float:

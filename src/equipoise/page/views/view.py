@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,15 @@ from equipoise.solution import Result, Solution
 from equipoise.solvers import Progress
 
 Work = Callable[[Job], object]
-WORDS = {  # for a visitor, who has controls instead of options
-    Result.CONVERGED: "",
-    Result.MAX_STEPS: "the residual was still above the tolerance. Allow more steps or a larger tolerance.",
-    Result.STALLED: "the residual no longer fell. Choose another solver, a shorter step or a larger tolerance.",
-    Result.NONFINITE: "the state became infinite. Choose another solver or a shorter step.",
+TOLERANCE, SOLVER, STEP = "increase the tolerance", "choose another solver", "reduce the step size"
+# What happened, and what may help, by the control of the view that it needs.
+WORDS: dict[Result, tuple[str, dict[str, str]]] = {
+    Result.MAX_STEPS: (
+        "the residual is still above the tolerance.",
+        {"steps": "allow more steps", "tolerance": TOLERANCE},
+    ),
+    Result.STALLED: ("the residual no longer falls.", {"solver": SOLVER, "step": STEP, "tolerance": TOLERANCE}),
+    Result.NONFINITE: ("the state became infinite.", {"solver": SOLVER, "step": STEP}),
 }
 SIDE = 32  # largest height and width of a feature map that is sent
 MAPS = 24  # number of feature maps that are sent, if they are images
@@ -66,17 +70,29 @@ class Clock:
         self.since = time.perf_counter()
 
 
-def ending(solution: Solution, seconds: float) -> dict[str, Any]:
-    """Return how the solve of a single sample ended."""
-    result = Result(int(solution.result[0]))
+def ending(solution: Solution, seconds: float, controls: Collection[str] = ()) -> dict[str, Any]:
+    """Return how a solve ended: of several samples, the message is that of the first one that did not converge.
+
+    Args:
+        controls: names of the view's controls; only remedies that it offers are named.
+    """
+    result = Result(int(solution.result[int((~solution.converged).int().argmax())]))
     return {
-        "steps": int(solution.stats.steps[0]),
+        "steps": int(solution.stats.steps.max()),
         "evaluations": solution.stats.evaluations,
-        "residual": float(solution.stats.residual[0]),
+        "residual": float(solution.stats.residual.max()),
         "converged": result is Result.CONVERGED,
-        "message": WORDS.get(result, result.message),
+        "message": "" if result is Result.CONVERGED else explained(result, controls),
         "seconds": seconds,
     }
+
+
+def explained(result: Result, controls: Collection[str]) -> str:
+    """Return what happened, and what a visitor with these controls can do about it."""
+    happened, remedies = WORDS.get(result, (result.message, {}))
+    *others, last = [words for name, words in remedies.items() if name in controls] or [""]
+    advice = f"{', '.join(others)} or {last}" if others else last
+    return f"{happened} {advice[:1].upper()}{advice[1:]}." if advice else happened
 
 
 def first_residual(progress: Progress) -> float:

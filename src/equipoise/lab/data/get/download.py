@@ -1,7 +1,7 @@
 """Download data sets: whole, checked and unpacked, or not at all.
 
-A download that fails leaves no file under its final name that is not the published one and no half-unpacked folder,
-and does not change a copy that was there before. An interruption may leave ``FILE.part``, which the next run continues.
+A failed download never leaves a damaged file under its final name or a half-unpacked folder, and never changes a copy
+that was there before. An interruption may leave ``FILE.part``, from which the next run continues.
 pooch makes the requests and shows the progress; continuing a transfer that was cut off, and mirrors, are added here.
 """
 
@@ -35,7 +35,7 @@ class DownloadError(RuntimeError):
 
 
 class ConnectionLost(DownloadError):
-    """A fault that may pass: the next request can continue from what has arrived."""
+    """A temporary failure: the next request can continue from what has arrived."""
 
 
 def get(name: str, files: Sequence[RemoteFile], folder: Path, progress: bool = True) -> list[Path]:

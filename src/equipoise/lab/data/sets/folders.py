@@ -1,4 +1,4 @@
-"""Data sets that are pictures in folders: Omniglot, CelebA, Imagenette, ImageNet, and any folder of yours."""
+"""Data sets of image files in folders: Omniglot, CelebA, Imagenette, ImageNet, and any folder of yours."""
 
 import math
 from dataclasses import replace
