@@ -67,6 +67,56 @@ def test_a_model_with_frozen_weights_and_its_check(tmp_path):
     assert model.training
 
 
+class Reading(nn.Module):
+    """A model that returns ``read(layer, x)``."""
+
+    def __init__(self, read, f=None):
+        super().__init__()
+        self.layer, self.read = eq.Equilibrium(f or Cell(), solver=eq.Picard()), read
+
+    def forward(self, x):
+        return self.read(self.layer, x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = eq.Equilibrium(Cell())
+
+    def forward(self, z, x):
+        return 0.5 * self.inner(z) + x
+
+
+@needs_onnx
+def test_one_number_for_each_sample(tmp_path):
+    exported = eq.export(Reading(lambda layer, x: layer(x).sum(dim=1)), tmp_path / "energy.onnx", torch.randn(2, 6))
+    assert exported.outputs["output"] == ("batch",)
+    agreement = exported.check([torch.randn(5, 6)])
+    assert agreement.same_steps == 1
+    assert agreement.difference < 1e-5
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("model", "error", "sentence"),
+    [
+        (Reading(lambda layer, x: layer(x).sum()), ValueError, r"output of Reading has shape \(\) for an example of 2"),
+        (Reading(lambda layer, x: layer(x).T), ValueError, r"shape \(6, 2\) .* an output must have the batch first"),
+        (Reading(lambda layer, x: layer.solve(x).value), ValueError, "write layer.x. in place of layer.solve"),
+        (
+            Reading(lambda layer, x: layer(x), Outer()),
+            NotImplementedError,
+            "layer.f.inner is solved inside the f of layer, and an equilibrium inside another cannot be exported",
+        ),
+    ],
+    ids=["scalar", "transposed", "solve", "nested"],
+)
+def test_models_of_another_form_are_named(model, error, sentence, tmp_path):
+    with pytest.raises(error, match=sentence):
+        eq.export(model, tmp_path / "model.onnx", torch.randn(2, 6))
+    assert not list(tmp_path.iterdir())
+
+
 @needs_onnx
 @pytest.mark.parametrize("solver", [eq.ForwardBackward(), eq.PeacemanRachford(), eq.DouglasRachford()], ids=repr)
 def test_splitting_solvers(solver, tmp_path):
