@@ -84,11 +84,11 @@ class HoistedModule(nn.Module):
         self.__wrapped__.train(mode)
         return self
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self.__wrapped__._save_to_state_dict(*args)
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__wrapped__._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.__wrapped__._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__wrapped__._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
