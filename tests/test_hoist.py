@@ -213,6 +213,32 @@ def test_names_of_parameters_do_not_change():
     assert not cell.inner.weight.any()
 
 
+def test_what_is_saved_is_what_f_saves():
+    class Saving(Cell):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scratch", torch.ones(N, dtype=torch.float64), persistent=False)
+            self.note = None
+
+        def get_extra_state(self):
+            return self.note
+
+        def set_extra_state(self, state):
+            self.note = state
+
+    cell, other = Saving(), Saving()
+    cell.note = "seen"
+    cell.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}added": torch.ones(1)}))
+    other.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: state.pop(f"{prefix}added", None))
+    hoisted, restored = eq.hoist(cell), eq.hoist(other)
+    assert list(hoisted.state_dict(prefix="f.")) == list(cell.state_dict(prefix="f."))
+    restored.load_state_dict(hoisted.state_dict())
+    assert other.note == "seen"
+    restored.register_buffer("more", torch.ones(1), persistent=False)
+    assert "more" not in restored.state_dict()
+    assert "more" not in other.state_dict()
+
+
 def test_attributes_are_those_of_f():
     class Scaled(Cell):
         scale = 1.0
@@ -229,6 +255,8 @@ def test_attributes_are_those_of_f():
     hoisted.eval()
     assert not cell.training
     assert not hoisted.training
+    cell.train()
+    assert hoisted.training
 
 
 def test_tuples():

@@ -107,6 +107,7 @@ def test_wrong_type_fails_when_the_option_is_made(make, words):
         ({"on_failure": None}, ValueError, "on_failure is None"),
         ({"check_every": 0}, ValueError, "check_every is 0; it must be a whole number of at least 1"),
         ({"check_every": 1.5}, ValueError, "check_every is 1.5"),
+        ({"check_every": True}, ValueError, "check_every is True"),
     ],
 )
 def test_wrong_option_of_the_front_door(entry, options, error, words):
@@ -263,6 +264,10 @@ def test_values_must_be_tensors(z0, inputs, words):
         (lambda: eq.Equilibrium(nn.Linear), r"f is the class Linear; pass an object, such as Linear\(...\)"),
         (lambda: eq.fixed_point(nn.Linear, Z, X), "f is the class Linear"),
         (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer is a Linear; it must be an equipoise.Equilibrium"),
+        (
+            lambda: eq.FixedSteps(eq.Equilibrium(f), steps=3, solver=eq.Picard),
+            "solver is <class .*Picard'>; it must be an object such as .*, or None",
+        ),
         (
             lambda: eq.fixed_point(f, Z, X, callback=5),
             "callback is 5; it must be a function of one argument",

@@ -83,6 +83,9 @@ def export(
     require_number("steps", steps, at_least=1, whole=True, optional=True)
     if solver is not None and not isinstance(solver, Solver):
         raise TypeError(f"solver is {solver!r}; it must be an object such as equipoise.Anderson(memory=5), or None.")
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping) or not all(isinstance(s, str) for item in metadata.items() for s in item):
+        raise TypeError(f"metadata is {metadata!r}; it must be a dict of strings, such as {{'made by': 'us'}}.")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise MissingPackage(
             f"export needs {' and '.join(missing)}, not installed here: pip install 'equipoise[onnx]'.", name=missing[0]
@@ -94,7 +97,7 @@ def export(
     from equipoise.onnx.traced import Traceable
 
     traceable = Traceable(model, example, steps, solver, statistics)
-    return write(path, traceable, example, {**traceable.facts(), **(metadata or {})}, opset)
+    return write(path, traceable, example, {**traceable.facts(), **metadata}, opset)
 
 
 def newest_opset() -> int:

@@ -57,7 +57,7 @@ class Options:
                 raise TypeError(f"{name} is {value!r}; it must be {allowed}.")
         if self.on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure is {self.on_failure!r}; allowed: {', '.join(map(repr, ON_FAILURE))}.")
-        if not isinstance(self.check_every, int) or self.check_every < 1:
+        if not is_number(self.check_every, at_least=1, whole=True):
             raise ValueError(f"check_every is {self.check_every!r}; it must be a whole number of at least 1.")
         if not isinstance(self.keep, tuple) or not all(is_number(k, at_least=1, whole=True) for k in self.keep):
             raise ValueError(f"keep is {self.keep!r}; it must be a tuple of steps, such as (4, 8, 12), of at least 1.")
@@ -360,8 +360,10 @@ class FixedSteps(nn.Module):
             )
         if layer.aux:
             raise ValueError("the layer has aux=True, and FixedSteps returns only z: use a layer whose f returns z.")
-        if not isinstance(steps, int) or steps < 1:
+        if not is_number(steps, at_least=1, whole=True):
             raise ValueError(f"steps is {steps!r}; it must be a whole number of at least 1.")
+        if not isinstance(solver, Solver | None):
+            raise TypeError(f"solver is {solver!r}; it must be {KINDS['solver'][1]}, or None.")
         self.layer, self.steps, self.solver = layer, steps, solver or layer.solver
 
     def forward(self, *inputs: Any, z0: Any = None) -> Any:

@@ -23,6 +23,10 @@ from equipoise.problem.scope import Scope, current
 from equipoise.solution import warn_user
 
 F = TypeVar("F", bound=Callable[..., Any])
+SHARED = (  # what torch keeps of a module, so that its names and what is saved of it stay the same
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_post_hooks"),
+)
 SIMPLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -66,20 +70,25 @@ class HoistedFunction:
 
 
 class HoistedModule(nn.Module):
-    """A module f with a memory for each solve; its parameters, buffers and submodules are those of f."""
+    """A module f with a memory for each solve; its parameters, buffers, submodules and mode are those of f."""
 
     def __init__(self, f: nn.Module):
         super().__init__()
-        shared = {name: vars(f)[name] for name in ("_parameters", "_buffers", "_modules")}
-        vars(self).update(shared, __wrapped__=f, verified=False)  # not registered, so that names stay the same
-        self.training = f.training
+        vars(self).update({name: vars(f)[name] for name in SHARED}, __wrapped__=f, verified=False)  # not registered
+        del self.training  # as are all attributes that this module lacks, it is then that of f
 
     def forward(self, z: Any, *inputs: Any) -> Any:
         return remembering(self, self.__wrapped__, z, inputs)
 
     def train(self, mode: bool = True) -> HoistedModule:
         self.__wrapped__.train(mode)
-        return super().train(mode)
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__wrapped__._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__wrapped__._load_from_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,7 +99,7 @@ class HoistedModule(nn.Module):
             return getattr(vars(self)["__wrapped__"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or name in ("training", "verified") or "__wrapped__" not in vars(self)
+        own = name.startswith("_") or name == "verified" or "__wrapped__" not in vars(self)
         super().__setattr__(name, value) if own else setattr(vars(self)["__wrapped__"], name, value)
 
     def extra_repr(self) -> str:

@@ -259,6 +259,23 @@ def test_complex_states_inputs_and_captures():
     )
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_complex_and_real_states_together(coupled):
+    """An odd number of real numbers before the complex ones, in a batch of one: torch's complex views need even."""
+    x = randn(1, 3, seed=55)
+    z0 = torch.zeros_like(x), torch.zeros(1, 2, dtype=torch.complex128)
+
+    def solve(w, x):
+        def f(z, x):
+            a, b = z
+            return torch.sin(x + 0.1 * a * w[0, 0] + b.real.sum()), 0.2j * b + a[:, :2] * w[1]
+
+        a, b = equilibrium(f, z0, x, coupled=coupled)
+        return a.sum() + b.abs().sum()
+
+    check_both(solve, 0.1 * W.detach(), x)
+
+
 def test_channels_last_states():
     weight, x = 0.3 * randn(2, 2, 1, 1, seed=53), randn(2, 2, 1, 2, seed=54).to(memory_format=torch.channels_last)
     check_both(

@@ -42,6 +42,19 @@ def test_a_loop_with_failing_samples_and_a_free_batch_size(tmp_path):
 
 
 @needs_onnx
+@pytest.mark.parametrize("steps", [None, 2])
+def test_opening_a_file_prints_nothing(steps, tmp_path, capfd):
+    """onnxruntime remarks on every constant that is not used."""
+    import onnxruntime
+
+    layer = eq.Equilibrium(Cell(), solver=eq.Picard())
+    exported = eq.export(layer, tmp_path / "quiet.onnx", torch.randn(2, 6), steps=steps)
+    capfd.readouterr()
+    onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"])
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_onnx
 def test_a_model_with_frozen_weights_and_its_check(tmp_path):
     torch.manual_seed(0)
     model = eq.create_model("mondeq", shape=(1, 4, 4), classes=3, mean=(0.3,), std=(0.2,), kind="dense", channels=8)
@@ -52,6 +65,67 @@ def test_a_model_with_frozen_weights_and_its_check(tmp_path):
     assert agreement.difference < 1e-5
     assert exported.path.stat().st_size < 50_000  # no weight twice
     assert model.training
+
+
+class Reading(nn.Module):
+    """A model that returns ``read(layer, x)``."""
+
+    def __init__(self, read, f=None):
+        super().__init__()
+        self.layer, self.read = eq.Equilibrium(f or Cell(), solver=eq.Picard()), read
+
+    def forward(self, x):
+        return self.read(self.layer, x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = eq.Equilibrium(Cell())
+
+    def forward(self, z, x):
+        return 0.5 * self.inner(z) + x
+
+
+@needs_onnx
+def test_one_number_for_each_sample(tmp_path):
+    exported = eq.export(Reading(lambda layer, x: layer(x).sum(dim=1)), tmp_path / "energy.onnx", torch.randn(2, 6))
+    assert exported.outputs["output"] == ("batch",)
+    agreement = exported.check([torch.randn(5, 6)])
+    assert agreement.same_steps == 1
+    assert agreement.difference < 1e-5
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("model", "error", "sentence"),
+    [
+        (Reading(lambda layer, x: layer(x).sum()), ValueError, r"output of Reading has shape \(\) for an example of 2"),
+        (Reading(lambda layer, x: layer(x).T), ValueError, r"shape \(6, 2\) .* an output must have the batch first"),
+        (Reading(lambda layer, x: layer.solve(x).value), ValueError, "write layer.x. in place of layer.solve"),
+        (
+            Reading(lambda layer, x: layer(x), Outer()),
+            NotImplementedError,
+            "layer.f.inner is solved inside the f of layer, and an equilibrium inside another cannot be exported",
+        ),
+    ],
+    ids=["scalar", "transposed", "solve", "nested"],
+)
+def test_models_of_another_form_are_named(model, error, sentence, tmp_path):
+    with pytest.raises(error, match=sentence):
+        eq.export(model, tmp_path / "model.onnx", torch.randn(2, 6))
+    assert not list(tmp_path.iterdir())
+
+
+@needs_onnx
+@pytest.mark.parametrize("solver", [eq.ForwardBackward(), eq.PeacemanRachford(), eq.DouglasRachford()], ids=repr)
+def test_splitting_solvers(solver, tmp_path):
+    torch.manual_seed(0)
+    model = eq.create_model("mondeq", shape=(1, 4, 4), classes=3, kind="conv", channels=2)
+    exported = eq.export(model, tmp_path / "model.onnx", torch.rand(2, 1, 4, 4), solver=solver)
+    agreement = exported.check([torch.rand(n, 1, 4, 4) for n in (1, 20)])
+    assert agreement.same_steps == 1
+    assert agreement.difference < 1e-5
 
 
 @needs_onnx
@@ -105,6 +179,7 @@ X = torch.randn(2, 6)
         (layer(), {"path": "model.pt"}, ValueError, "it must end in .onnx"),
         (eq.Equilibrium, {}, TypeError, "the class Equilibrium"),
         (layer(), {"steps": 0}, ValueError, "steps is 0"),
+        (layer(), {"metadata": {"version": 3}}, TypeError, "it must be a dict of strings"),
         (layer(), {"solver": "anderson"}, TypeError, "solver is 'anderson'"),
         (layer(), {"example": torch.tensor(1.0)}, ValueError, "batch first"),
         (nn.Linear(6, 6), {}, ValueError, "solves no equipoise.Equilibrium"),
@@ -115,7 +190,7 @@ X = torch.randn(2, 6)
         (layer(gradient=eq.ReversibleGradient()), {}, NotImplementedError, r"has gradient=ReversibleGradient\(\)"),
         (layer(), {"solver": eq.PeacemanRachford()}, TypeError, "PeacemanRachford needs"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_what_cannot_be_exported_is_named(model, options, error, sentence, tmp_path):
     path = tmp_path / options.pop("path", "model.onnx")

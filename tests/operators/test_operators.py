@@ -126,6 +126,16 @@ def test_is_monotone_and_bounded(spec):
 
 
 @each_kind
+def test_the_bound_covers_the_rounding_of_weights_in_float32(spec):
+    for seed in range(10):
+        op = spec.build(seed=seed).float()
+        bound = op.lipschitz_bound()
+        with torch.no_grad():
+            W = op.double().as_matrix()
+        assert float(torch.linalg.matrix_norm(torch.eye(len(W), dtype=DOUBLE) - W, ord=2)) <= bound
+
+
+@each_kind
 def test_adjoint_is_the_adjoint(spec):
     op, x, y = spec.build(), spec.randn(seed=1), spec.randn(seed=2)
 

@@ -22,6 +22,16 @@ def test_operator_norm_bound_is_above_and_close(shape, dtype):
     assert (bound <= truth * min(shape[-2:]) ** (1 / 2**6)).all()
 
 
+@pytest.mark.parametrize("n", [30, 300, 2000])
+@pytest.mark.parametrize("value", [1.0, 0.4401, 1e-5 / 3])
+def test_operator_norm_bound_holds_where_all_sums_are_rounded_alike(n, value):
+    """A constant matrix has one singular value, so that the bound has no slack of its own."""
+    matrix = torch.full((n, n), value)
+    norm = n * float(matrix[0, 0])
+    for iterations in (1, 3, 6):
+        assert norm <= float(operator_norm_bound(matrix, iterations)) <= 1.001 * norm
+
+
 def test_operator_norm_bound_of_zero_and_of_huge_matrices():
     assert operator_norm_bound(torch.zeros(3, 3)) == 0
     assert torch.isclose(operator_norm_bound(1e30 * torch.eye(3)), torch.tensor(1e30), rtol=0.02)

@@ -121,6 +121,7 @@ def converted(model: Traceable, example: tuple[Any, ...], opset: int | None) -> 
             verbose=False,
         )
     passes.DeduplicateInitializersPass(size_limit=sys.maxsize)(program.model)  # weights are used in and before the loop
+    passes.RemoveUnusedNodesPass()(program.model)  # and constants, which onnxruntime would remark on at every opening
     passes.ClearMetadataAndDocStringPass()(program.model)  # stack traces of every node
     return program.model
 

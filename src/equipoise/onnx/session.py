@@ -53,7 +53,7 @@ class Session:
 
 def as_rows(outputs: Any) -> Tensor:
     """Return outputs, batch first, as one row for each sample in float64."""
-    return torch.cat([tensor.detach().flatten(1).double() for _, tensor in leaves(outputs, "output")], dim=1)
+    return torch.cat([tensor.detach()[:, None].flatten(1).double() for _, tensor in leaves(outputs, "output")], dim=1)
 
 
 @dataclass(frozen=True)

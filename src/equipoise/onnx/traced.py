@@ -186,8 +186,18 @@ class Traceable(nn.Module):
         self.scope = Scope(leaves(example, "example")[0][1].shape[0], grad=False)
         self.calls: list[Call] = []
 
+        outer: list[str] = []  # the layer that is being examined
+
         def examine(layer: Equilibrium, inputs: tuple[Any, ...], z0: Any) -> Any:
-            self.calls.append(call := Call(self.layers[layer], layer, solver, inputs, z0))
+            name = self.layers[layer]
+            if outer:
+                raise NotImplementedError(
+                    f"{name} is solved inside the f of {outer[0]}, and an equilibrium inside another cannot be "
+                    "exported: write the inner one as a few steps of f."
+                )
+            outer.append(name)
+            self.calls.append(call := Call(name, layer, solver, inputs, z0))
+            outer.clear()
             return call.solution.value
 
         with self.prepared(examine):
@@ -195,8 +205,15 @@ class Traceable(nn.Module):
             if not self.calls:
                 raise ValueError(
                     f"{type(model).__name__} solves no equipoise.Equilibrium for the example: there is no solve to "
-                    "export. Use torch.onnx.export for models without one."
+                    "export. Use torch.onnx.export for models without one. Only calls of a layer are exported: write "
+                    "layer(x) in place of layer.solve(x).value and fixed_point(f, z0, x).value."
                 )
+            for name, tensor in leaves(self.expected, "output"):
+                if tensor.shape[:1] != (self.scope.batch,):
+                    raise ValueError(
+                        f"{name} of {type(model).__name__} has shape {tuple(tensor.shape)} for an example of "
+                        f"{self.scope.batch} samples; an output must have the batch first."
+                    )
             self.solves: list[Any] = [
                 EarlyStop(call) if steps is None else FixedNumber(call, steps) for call in self.calls
             ]

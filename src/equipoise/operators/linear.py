@@ -113,8 +113,8 @@ class MonotoneOperator(nn.Module, ABC):
 
     def lipschitz_bound(self) -> float:
         """Return L with ||I - W||_2 <= L, never too small; infinite if the weights are not finite or overflow."""
-        self.prepare("a bound of its norm")
-        bound = self.cached("bound", lambda: float(self.norm(bound=True)))
+        rounding = 1 + 32 * torch.finfo(self.prepare("a bound of its norm")).eps  # of W, computed in that dtype
+        bound = self.cached("bound", lambda: rounding * float(self.norm(bound=True)))
         return bound if math.isfinite(bound) else math.inf
 
     def typical_size(self) -> float:

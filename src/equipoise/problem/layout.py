@@ -105,14 +105,15 @@ class Leaf:
             if self.batch_last:
                 return tensor.reshape(self.numel, tensor.shape[-1]).T
         if self.dtype.is_complex:
-            tensor = torch.view_as_real(tensor)
+            # A view as real, here, or as complex, in unpack, fails in the backward pass where a row has an odd offset.
+            tensor = torch.stack((tensor.real, tensor.imag), dim=-1)
         return tensor.reshape(tensor.shape[0], self.numel)  # not -1: torch cannot infer it for an empty batch
 
     def unpack(self, rows: Tensor) -> Tensor:
         if self.permutation is None:
             tensor = rows.reshape(rows.shape[0], *self.shape, *((2,) if self.dtype.is_complex else ()))
             if self.dtype.is_complex:
-                tensor = torch.view_as_complex(tensor.clone(memory_format=torch.contiguous_format))
+                tensor = torch.complex(*tensor.unbind(-1))
             return tensor.to(self.dtype)
         stored = rows.T if self.batch_last else rows
         sizes = (rows.shape[0], *self.shape)

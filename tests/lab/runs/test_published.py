@@ -285,6 +285,9 @@ A, U = "mon.linear_module.A.weight", "mon.linear_module.U.weight"
         (lambda state: {**state, A: torch.zeros(87, 87).long()}, f"{A} is torch.int64 instead of torch.float32"),
         (lambda state: {**state, A: torch.zeros(1).expand(87, 87)}, "is not a plain tensor with all its numbers"),
         (lambda state: {**state, A: 3}, f"its entry '{A}' is a int; it must be a tensor"),
+        (lambda state: {**state, A: state[A].to("meta")}, "is not a plain tensor with all its numbers"),
+        (lambda state: {**state, 1: state[A]}, "a tensor with a string as its name"),
+        (lambda state: {**state, "Wout.weight": torch.zeros(())}, "Wout.weight has shape (); it must be (classes, fe"),
         (lambda state: {**state, f"module.{A}": state[A]}, f"holds '{A}' twice, with and without a prefix"),
         (lambda state: list(state.values()), "holds a list; expected a state dict"),
     ],
@@ -302,6 +305,7 @@ def test_files_that_do_not_fit_get_a_sentence(tmp_path, change, said):
     [
         (lambda state: without(state, "classifier.bias"), "no tensor for head.classify.bias"),
         (lambda state: without(state, "classifier.weight"), "has no last layer"),
+        (lambda state: {**state, "classifier.weight": torch.tensor(1.0)}, "has no last layer"),
         (
             lambda state: {**state, "downsample.1.weight": torch.zeros(23)},
             "downsample.1.weight has shape (23,) instead of (24,)",

@@ -93,7 +93,7 @@ def size_of(path: Path, tensors: dict[str, Tensor]) -> tuple[str, tuple[str, ...
     if not segments:
         found["head_channels"] = rows(tensors, "head.widen.{}.inner.0.weight")
         found["final_channels"] = sum(rows(tensors, "head.final.{}.weight")[:1])
-    if "head.classify.weight" not in tensors:
+    if "head.classify.weight" not in tensors or not tensors["head.classify.weight"].dim():
         raise UnreadableCheckpoint(f"{path} has no last layer: neither classifier.weight nor last_layer.3.weight.")
     matching = []
     for name, size in SIZES.items():

@@ -44,7 +44,11 @@ def plan(path: Path, state: dict[str, Tensor], m: float) -> Plan:
         raise UnreadableCheckpoint(f"{path} lacks {listed(missing)}: it is not a monDEQ, or not complete.")
     inject, head = tensors["inject.weight"], tensors["head.weight"]
     pixels = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    if inject.dim() != 2 or inject.shape[1] != pixels or head.dim() != 2:
+    if head.dim() != 2:
+        raise UnreadableCheckpoint(
+            f"{path}: Wout.weight has shape {tuple(head.shape)}; it must be (classes, features)."
+        )
+    if inject.dim() != 2 or inject.shape[1] != pixels:
         raise UnreadableCheckpoint(
             f"{path}: mon.linear_module.U.weight has shape {tuple(inject.shape)}; it must be (features, {pixels}), for "
             "images of MNIST, on which the published model was trained."

@@ -62,7 +62,8 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], list[LeftOut]]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UnreadableCheckpoint(
-                f"{path} is not a state dict: its entry {name!r} is a {type(value).__name__}; it must be a tensor."
+                f"{path} is not a state dict: its entry {name!r} is a {type(value).__name__}; it must be a tensor with "
+                "a string as its name."
             )
         require_dense(path, name, value)
         bare = name
@@ -119,6 +120,6 @@ def require_uncompressed(path: Path) -> None:
 
 def require_dense(path: Path, name: str, tensor: Tensor) -> None:
     """Raise for a tensor that claims more numbers than the file has, or that is not a plain array."""
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_complex()
+    plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_complex() or tensor.is_meta)
     if not plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise UnreadableCheckpoint(f"{path}: {name} is not a plain tensor with all its numbers in the file.")
