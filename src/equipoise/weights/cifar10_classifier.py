@@ -118,7 +118,7 @@ def write(folder: Path, model: SmallClassifier, data: DataSet, epochs: int, corr
         parameters=parameter_count(model),
         stored="float32",
         training=trained,
-        test=Measured(f"equipoise evaluate {NAME}", len(data.test), "accuracy", metrics, metrics, commit()),
+        test=Measured(f"equipoise evaluate {NAME}", len(data.test), "accuracy", metrics, metrics, commit() or ""),
         terms=Terms(LICENCE, ABOUT["cifar10"].licence),
         note=NOTE,
     )
