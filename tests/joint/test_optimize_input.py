@@ -638,6 +638,28 @@ def test_a_loss_that_cannot_be_squared_is_refused(scale: float) -> None:
         eq.optimize_input(problem.f, loss, torch.zeros(BATCH, D), torch.zeros(BATCH, N), problem.y)
 
 
+@pytest.mark.parametrize("constraint", [None, eq.L2Ball(0.4)])
+@pytest.mark.parametrize("scale", [1e18, 1e19, 1e30])
+def test_a_sample_whose_loss_cannot_be_squared_fails_alone(scale: float, constraint: Constraint | None) -> None:
+    """At 1e18 the first squares fit, and their sum over the steps overflows."""
+    problem = Linear()
+    vars(problem).update({name: getattr(problem, name).float() for name in ("W", "U", "b", "y")})
+    weight = torch.ones(BATCH)
+    start = torch.zeros(BATCH, D), torch.zeros(BATCH, N), problem.y
+    options: dict[str, Any] = {"constraint": constraint, "on_failure": "ignore"}
+    expected = eq.optimize_input(problem.f, problem.loss, *start, **options)
+    weight[2] = scale
+    f = lambda z, x, y, weight: problem.f(z, x, y)
+    loss = lambda z, x, y, weight: weight * problem.loss(z, x, y)
+    opt = eq.optimize_input(f, loss, *start, weight, **options)
+    assert bool(opt.x.isfinite().all())
+    if bool(opt.converged[2]):  # at 1e18, without a constraint
+        torch.testing.assert_close(opt.x[2], expected.x[2], atol=1e-3, rtol=0)
+    others = [0, 1, 3, 4]
+    assert bool(opt.converged[others].all())
+    torch.testing.assert_close(opt.x[others], expected.x[others])
+
+
 def test_a_cost_that_is_not_finite_is_no_success() -> None:
     """The gradient of a constant is finite even where the constant is not."""
     problem, shift = Linear(), torch.zeros(BATCH, dtype=DOUBLE)
