@@ -818,6 +818,27 @@ def test_diagnose() -> None:
     assert "not contractive" in words or "NaN or infinite" in words
 
 
+@pytest.mark.parametrize("size", [1.0, 5.0])
+def test_a_step_that_is_too_long_is_named(size: float) -> None:
+    """Samples stop at different steps; only steps before that count."""
+    problem = Linear()
+    f = lambda z, x, y: torch.tanh(problem.f(z, x, y) - problem.b)
+    start = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE), problem.y
+    long = eq.JointIteration(step_size=size)
+    opt = eq.optimize_input(f, problem.loss, *start, solver=long, on_failure="ignore")
+    assert "step of x is too long" in str(eq.diagnose(opt))
+
+
+def test_no_step_is_too_long_where_all_samples_converged() -> None:
+    """x cannot move here: the cost rises because z does."""
+    f = lambda z, x: x - 0.9 * z
+    start = torch.ones(3, 2, dtype=DOUBLE), torch.zeros(3, 2, dtype=DOUBLE)
+    plain = eq.JointIteration()
+    opt = eq.optimize_input(f, lambda z, x: z.sum(dim=1), *start, solver=plain, constraint=eq.Box(1.0, 1.0))
+    assert bool(opt.converged.all())
+    assert "too long" not in str(eq.diagnose(opt))
+
+
 def test_failures_are_reported() -> None:
     problem, few = Linear(), eq.Tolerance(relative=1e-9, max_steps=3)
     with pytest.warns(eq.ConvergenceWarning, match="forward solve failed"):

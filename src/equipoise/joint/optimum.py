@@ -187,12 +187,14 @@ class Optimum:
         return found, samples, radius
 
     def rising(self) -> list[str]:
-        """Return a finding if the cost rose in many of the later steps."""
-        costs = self.costs.double()
-        if len(costs) < 5:
+        """Return a finding if the cost of samples that failed rose in many of their later steps."""
+        failed = ~self.stats.converged
+        costs, steps = self.costs[:, failed].double(), self.stats.steps[failed]
+        if len(costs) < 5 or not len(steps):
             return []
-        last = costs[-max(len(costs) // 2, 4) :]
-        rises = float((last.diff(dim=0) > 1e-6 * last[:-1].abs()).double().mean())
+        place = torch.arange(1, len(costs), device=costs.device)[:, None]
+        later = (place >= steps // 2) & (place < steps)  # after its last step, a sample repeats its cost
+        rises = float((costs.diff(dim=0) > 1e-6 * costs[:-1].abs())[later].double().mean())
         excess = float((costs[-1] - costs.nan_to_num(torch.inf).amin(dim=0)).mean())
         scale = float((costs[0] - costs.nan_to_num(torch.inf).amin(dim=0)).abs().mean())
         assert self.solved is not None

@@ -86,6 +86,7 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
         >>> attacked = pgd(model, images, labels, radius=8 / 255, steps=20)
     """
     allowed = Budget(**budget)
+    require_pixels(images)
     radius, norm = allowed.radius, allowed.norm
     worst, largest = images.clone(), torch.full((len(images),), -torch.inf, dtype=images.dtype, device=images.device)
 
@@ -108,6 +109,15 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
             with torch.no_grad(), watch_solves():
                 keep_worst(x, class_gap(model(x), labels))
     return worst
+
+
+def require_pixels(images: Tensor) -> None:
+    """Raise unless all pixels are in [0, 1], from where an attack does not leave the ball."""
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise ValueError(
+            f"images have pixels from {images.min():g} to {images.max():g}; an attack needs them between 0 and 1: "
+            "scale them, and normalise inside the model."
+        )
 
 
 def class_gap(logits: Tensor, labels: Tensor) -> Tensor:
