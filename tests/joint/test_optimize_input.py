@@ -671,6 +671,10 @@ def test_a_cost_that_is_not_finite_is_no_success() -> None:
     failed, good = [1, 3], [0, 2, 4]
     assert opt.result[failed].tolist() == [eq.Result.NONFINITE] * 2
     assert bool(opt.converged[good].all())
+    words = "f, the loss or a gradient is NaN"  # here it is the loss
+    assert words in str(opt)
+    with pytest.warns(eq.ConvergenceWarning, match=words):
+        eq.optimize_input(f, loss, x0, z0, problem.y, shift)
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)

@@ -21,6 +21,10 @@ EXAMINED = 8  # samples whose Jacobian is probed
 TIGHT = Tolerance(relative=1e-6, max_steps=200, patience=50)  # of z*(x), re-solved
 DIFFERENT = 1e-3  # relative difference of two costs above which the diagnosis mentions it
 RISING = 0.3  # share of steps that raise the cost, above which the step of x is called too long
+NONFINITE = (
+    "f, the loss or a gradient is NaN, infinite or too large to be squared: check the inputs, x0, z0 and the weights, "
+    "or shorten the step of x. The best finite iterate is returned."
+)
 
 
 class KKT(NamedTuple):
@@ -213,7 +217,10 @@ class Optimum:
             return str(self.stats)
         blocks = ", ".join(f"{name} {float(r.median()):.1e}" for name, r in zip(KKT._fields, self.kkt, strict=True))
         failures = self.stats.failures()
-        outcome = f"{tally(failures)}: {next(iter(failures)).message}" if failures else "every sample is optimal"
+        outcome = "every sample is optimal"
+        if failures:
+            kind = next(iter(failures))
+            outcome = f"{tally(failures)}: {NONFINITE if kind == Result.NONFINITE else kind.message}"
         return (
             f"{self.stats}\ncost median {self.cost.detach().median():.4g}, worst {self.cost.detach().max():.4g}; "
             f"KKT residuals {blocks}\n{outcome}"
