@@ -833,6 +833,24 @@ def test_a_step_that_is_too_long_is_named(size: float) -> None:
     assert "step of x is too long" in str(eq.diagnose(opt))
 
 
+@pytest.mark.parametrize("where", ["f", "loss"])
+def test_noise_is_named(where: str) -> None:
+    torch.manual_seed(0)
+    problem = Linear()
+    noisy = lambda function, *at: function(*at) * (1 + 0.1 * torch.rand(BATCH, 1, dtype=DOUBLE))
+    functions = {"f": problem.f, "loss": problem.loss}
+    if where == "f":
+        functions["f"] = lambda *at: noisy(problem.f, *at)
+    else:
+        functions["loss"] = lambda *at: noisy(lambda *at: problem.loss(*at)[:, None], *at)[:, 0]
+    start = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE), problem.y
+    with pytest.warns(eq.ImpureFunctionWarning):
+        opt = eq.optimize_input(*functions.values(), *start, compact=False, on_failure="ignore")
+    words = str(eq.diagnose(opt))
+    assert ("f is not a function of z" in words) == (where == "f")
+    assert ("The loss is not a function of z and x" in words) == (where == "loss")
+
+
 def test_no_step_is_too_long_where_all_samples_converged() -> None:
     """x cannot move here: the cost rises because z does."""
     f = lambda z, x: x - 0.9 * z

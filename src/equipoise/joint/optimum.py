@@ -11,6 +11,8 @@ from torch import Tensor
 from equipoise.joint.problem import Joint
 from equipoise.joint.solvers import JointSolver, automatic_size
 from equipoise.joint.steps import AutoStep
+from equipoise.problem.independence import NOT_A_FUNCTION
+from equipoise.problem.layout import residual_at
 from equipoise.solution import Result, Statistics, tally
 from equipoise.solvers import Anderson
 from equipoise.solvers.loop import Solved, solve
@@ -161,7 +163,15 @@ class Optimum:
         part = None if narrow is None else narrow.structure(Joint)
         assert part is not None
         with torch.no_grad():
-            at = part.evaluate(rows)
+            at, again = part.evaluate(rows), part.evaluate(rows)
+        rounding = 100 * part.problem.rounding
+        if bool((residual_at(again.image[:, joint.z], at.image[:, joint.z]) > rounding).any()):
+            found.append(NOT_A_FUNCTION)
+        elif bool(((again.cost - at.cost).abs() > rounding * at.cost.abs()).any()):
+            found.append(
+                "The loss is not a function of z and x: two evaluations at the same z and x differ. Look for dropout, "
+                "noise, BatchNorm in training mode or changing state inside it."
+            )
         radius = spectral_radius(part.inference(rows), rows[:, joint.z])
         if float(radius.max()) >= 1:
             found.append(
