@@ -214,6 +214,27 @@ def test_batch_independence() -> None:
     torch.testing.assert_close(beside.x[others], together.x[others], atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("solver", [eq.JointAnderson(), eq.AdamInput(), eq.PGDInput(warm=False)], ids=repr)
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_solve_leaves_samples_out_unless_it_may(captured: bool, solver: Any) -> None:
+    """Neither the inner solves of a baseline, nor those of gradients, check and diagnosis."""
+    problem = Linear(batch=16)
+    speed = torch.logspace(-2, 0, 16, dtype=DOUBLE)[:, None]  # samples finish at different steps
+    weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
+    f = lambda z, x, *inputs: weight * speed * problem.f(z, x, problem.y)
+    loss = lambda z, x, *inputs: problem.loss(z, x, problem.y)
+    start = torch.zeros(16, D, dtype=DOUBLE), torch.zeros(16, N, dtype=DOUBLE)
+    options: dict[str, Any] = {"solver": solver, "on_failure": "ignore"}
+    for gradient in (eq.EnvelopeGradient(), eq.KKTGradient(), eq.DetachedGradient()):
+        if captured:
+            opt = eq.optimize_input(f, loss, *start, gradient=gradient, **options)
+        else:
+            opt = eq.optimize_input(f, loss, *start, problem.y, gradient=gradient, compact=False, **options)
+        opt.cost.sum().backward()
+        assert bool(opt.check().converged.all())
+        assert str(eq.diagnose(opt))
+
+
 def test_one_slow_sample_does_not_hold_the_others() -> None:
     problem = Linear(batch=64)
     problem.W = torch.diag(torch.linspace(-0.6, 0.6, N, dtype=DOUBLE))
@@ -838,7 +859,7 @@ def test_noise_is_named(where: str) -> None:
     torch.manual_seed(0)
     problem = Linear()
     noisy = lambda function, *at: function(*at) * (1 + 0.1 * torch.rand(BATCH, 1, dtype=DOUBLE))
-    functions = {"f": problem.f, "loss": problem.loss}
+    functions: dict[str, Any] = {"f": problem.f, "loss": problem.loss}
     if where == "f":
         functions["f"] = lambda *at: noisy(problem.f, *at)
     else:
