@@ -17,7 +17,7 @@ from equipoise.models.parts.context_managers import evaluating, exact_gradients
 from equipoise.models.parts.keyword_options import accepts, options_of, positional_of
 from equipoise.options import option, options, require
 from equipoise.registry import Registry, UnknownName
-from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.base import Batch, Sums, labelled
 from equipoise.tasks.classification import LabelTask
 from equipoise.tasks.drawing import attack_panel
 from equipoise.tasks.wrapped import unwrapped
@@ -248,7 +248,7 @@ class Robustness(LabelTask):
 
         At a maximum over the perturbation, its dependence on the weights does not contribute (envelope theorem).
         """
-        images, labels = batch
+        images, labels = labelled(batch)
         if self.train_steps:
             # Without the wrapper that averages gradients: it would wait for gradients of the weights.
             budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.train_steps}
@@ -264,7 +264,7 @@ class Robustness(LabelTask):
             return self.attacks[name](model, images, labels, **budget)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = batch
+        images, labels = labelled(batch)
         logits = model(images)
         sums = self.evaluation_sums(logits, labels)
         right = logits.argmax(1) == labels  # a misclassified image counts as broken without an attack
