@@ -222,6 +222,7 @@ class Report:
     solution: Callable[[], Any] = lambda: None  # a weak reference: its value holds the graph that holds this
     settings: str = "ImplicitGradient(solver=..., tolerance=...)"  # options of the backward solve, for the advice
     owner: str = "Solution"  # the object whose ``stats`` show the failures
+    nonfinite: str | None = None  # what to say of a forward NONFINITE, if more than f is evaluated
 
     def failure(self, stats: Statistics, which: str, *, below_rounding: bool) -> None:
         """Warn or raise if samples failed."""
@@ -232,6 +233,8 @@ class Report:
         advice = kind.message
         if kind == Result.NONFINITE and bool((stats.steps[~stats.converged] == 1).all()):
             advice = "f is NaN or infinite at the very start: check the inputs, z0 and the weights."
+        if kind == Result.NONFINITE and which == "forward" and self.nonfinite is not None:
+            advice = self.nonfinite
         if kind in (Result.MAX_STEPS, Result.STALLED) and below_rounding:
             advice = f"{TO_ROUNDING[0].upper()}{TO_ROUNDING[1:]}. {advice}"
         if which == "backward":

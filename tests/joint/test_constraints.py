@@ -376,6 +376,14 @@ def test_errors():
         Box((x, x), 1.0)(x)
     with pytest.raises(ValueError, match="low is above Box.high"):
         Box(1.0, 0.0)(x)
+    for low, high in ((math.inf, math.inf), (-math.inf, -math.inf)):
+        with pytest.raises(ValueError, match="Box.low is inf or Box.high is -inf"):
+            Box(low, high)(x)
+    for ball in (L2Ball, LinfBall, Sphere):
+        with pytest.raises(ValueError, match="center is infinite"):
+            ball(1.0, torch.tensor([[0.0, math.inf, 0.0]]))(x)
+    with pytest.raises(ValueError, match="center is infinite in some entry, in the dtype of x"):
+        L2Ball(1.0, torch.full((1, 3), 1e6))(x.half())
     with pytest.raises(ValueError, match="contains NaN"):
         Box(x * math.nan, 1.0)(x)
     with pytest.raises(ValueError, match="requires a gradient"):

@@ -214,6 +214,27 @@ def test_batch_independence() -> None:
     torch.testing.assert_close(beside.x[others], together.x[others], atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("solver", [eq.JointAnderson(), eq.AdamInput(), eq.PGDInput(warm=False)], ids=repr)
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_solve_leaves_samples_out_unless_it_may(captured: bool, solver: Any) -> None:
+    """Neither the inner solves of a baseline, nor those of gradients, check and diagnosis."""
+    problem = Linear(batch=16)
+    speed = torch.logspace(-2, 0, 16, dtype=DOUBLE)[:, None]  # samples finish at different steps
+    weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
+    f = lambda z, x, *inputs: weight * speed * problem.f(z, x, problem.y)
+    loss = lambda z, x, *inputs: problem.loss(z, x, problem.y)
+    start = torch.zeros(16, D, dtype=DOUBLE), torch.zeros(16, N, dtype=DOUBLE)
+    options: dict[str, Any] = {"solver": solver, "on_failure": "ignore"}
+    for gradient in (eq.EnvelopeGradient(), eq.KKTGradient(), eq.DetachedGradient()):
+        if captured:
+            opt = eq.optimize_input(f, loss, *start, gradient=gradient, **options)
+        else:
+            opt = eq.optimize_input(f, loss, *start, problem.y, gradient=gradient, compact=False, **options)
+        opt.cost.sum().backward()
+        assert bool(opt.check().converged.all())
+        assert str(eq.diagnose(opt))
+
+
 def test_one_slow_sample_does_not_hold_the_others() -> None:
     problem = Linear(batch=64)
     problem.W = torch.diag(torch.linspace(-0.6, 0.6, N, dtype=DOUBLE))
@@ -638,6 +659,28 @@ def test_a_loss_that_cannot_be_squared_is_refused(scale: float) -> None:
         eq.optimize_input(problem.f, loss, torch.zeros(BATCH, D), torch.zeros(BATCH, N), problem.y)
 
 
+@pytest.mark.parametrize("constraint", [None, eq.L2Ball(0.4)])
+@pytest.mark.parametrize("scale", [1e18, 1e19, 1e30])
+def test_a_sample_whose_loss_cannot_be_squared_fails_alone(scale: float, constraint: Constraint | None) -> None:
+    """At 1e18 the first squares fit, and their sum over the steps overflows."""
+    problem = Linear()
+    vars(problem).update({name: getattr(problem, name).float() for name in ("W", "U", "b", "y")})
+    weight = torch.ones(BATCH)
+    start = torch.zeros(BATCH, D), torch.zeros(BATCH, N), problem.y
+    options: dict[str, Any] = {"constraint": constraint, "on_failure": "ignore"}
+    expected = eq.optimize_input(problem.f, problem.loss, *start, **options)
+    weight[2] = scale
+    f = lambda z, x, y, weight: problem.f(z, x, y)
+    loss = lambda z, x, y, weight: weight * problem.loss(z, x, y)
+    opt = eq.optimize_input(f, loss, *start, weight, **options)
+    assert bool(opt.x.isfinite().all())
+    if bool(opt.converged[2]):  # at 1e18, without a constraint
+        torch.testing.assert_close(opt.x[2], expected.x[2], atol=1e-3, rtol=0)
+    others = [0, 1, 3, 4]
+    assert bool(opt.converged[others].all())
+    torch.testing.assert_close(opt.x[others], expected.x[others])
+
+
 def test_a_cost_that_is_not_finite_is_no_success() -> None:
     """The gradient of a constant is finite even where the constant is not."""
     problem, shift = Linear(), torch.zeros(BATCH, dtype=DOUBLE)
@@ -649,6 +692,10 @@ def test_a_cost_that_is_not_finite_is_no_success() -> None:
     failed, good = [1, 3], [0, 2, 4]
     assert opt.result[failed].tolist() == [eq.Result.NONFINITE] * 2
     assert bool(opt.converged[good].all())
+    words = "f, the loss or a gradient is NaN"  # here it is the loss
+    assert words in str(opt)
+    with pytest.warns(eq.ConvergenceWarning, match=words):
+        eq.optimize_input(f, loss, x0, z0, problem.y, shift)
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
@@ -794,6 +841,45 @@ def test_diagnose() -> None:
     problem.W = contraction(N, 1, norm=3.0)
     words = str(eq.diagnose(problem.minimize(tolerance=eq.Tolerance(1e-6, max_steps=5), on_failure="ignore")))
     assert "not contractive" in words or "NaN or infinite" in words
+
+
+@pytest.mark.parametrize("size", [1.0, 5.0])
+def test_a_step_that_is_too_long_is_named(size: float) -> None:
+    """Samples stop at different steps; only steps before that count."""
+    problem = Linear()
+    f = lambda z, x, y: torch.tanh(problem.f(z, x, y) - problem.b)
+    start = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE), problem.y
+    long = eq.JointIteration(step_size=size)
+    opt = eq.optimize_input(f, problem.loss, *start, solver=long, on_failure="ignore")
+    assert "step of x is too long" in str(eq.diagnose(opt))
+
+
+@pytest.mark.filterwarnings("ignore::equipoise.ImpureFunctionWarning")
+@pytest.mark.parametrize("where", ["f", "loss"])
+def test_noise_is_named(where: str) -> None:
+    torch.manual_seed(0)
+    problem = Linear()
+    noisy = lambda function, *at: function(*at) * (1 + 0.1 * torch.rand(BATCH, 1, dtype=DOUBLE))
+    functions: dict[str, Any] = {"f": problem.f, "loss": problem.loss}
+    if where == "f":
+        functions["f"] = lambda *at: noisy(problem.f, *at)
+    else:
+        functions["loss"] = lambda *at: noisy(lambda *at: problem.loss(*at)[:, None], *at)[:, 0]
+    start = torch.zeros(BATCH, D, dtype=DOUBLE), torch.zeros(BATCH, N, dtype=DOUBLE), problem.y
+    opt = eq.optimize_input(*functions.values(), *start, compact=False, on_failure="ignore")
+    words = str(eq.diagnose(opt))
+    assert ("f is not a function of z" in words) == (where == "f")
+    assert ("The loss is not a function of z and x" in words) == (where == "loss")
+
+
+def test_no_step_is_too_long_where_all_samples_converged() -> None:
+    """x cannot move here: the cost rises because z does."""
+    f = lambda z, x: x - 0.9 * z
+    start = torch.ones(3, 2, dtype=DOUBLE), torch.zeros(3, 2, dtype=DOUBLE)
+    plain = eq.JointIteration()
+    opt = eq.optimize_input(f, lambda z, x: z.sum(dim=1), *start, solver=plain, constraint=eq.Box(1.0, 1.0))
+    assert bool(opt.converged.all())
+    assert "too long" not in str(eq.diagnose(opt))
 
 
 def test_failures_are_reported() -> None:

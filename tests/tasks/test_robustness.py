@@ -15,6 +15,7 @@ import equipoise as eq
 from equipoise.lab.trust import look_in
 from equipoise.models.conv_equilibrium import ConvEquilibrium
 from equipoise.tasks import robustness
+from equipoise.tasks.joint_attack import jiio
 from equipoise.tasks.robustness import ATTACKS, NORMS, Robustness, foolbox_pgd, pgd, random_change, within
 
 with warnings.catch_warnings():
@@ -620,6 +621,16 @@ def test_attacks_refuse_what_makes_no_sense(attack, options, words):
     with pytest.raises(ValueError) as error:
         attack(Bent(4), torch.rand(1, 1, 2, 2), torch.tensor([0]), **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("attack", [pgd, jiio])
+@pytest.mark.parametrize("pixel", [-0.1, 255.0, torch.nan])
+def test_pixels_outside_the_unit_interval_are_refused(attack, pixel):
+    """Clipped to [0, 1], they would be moved farther than the radius."""
+    images = torch.rand(2, 1, 2, 2)
+    images[1, 0, 0, 0] = pixel
+    with pytest.raises(ValueError, match="an attack needs them between 0 and 1"):
+        attack(Bent(4), images, torch.tensor([0, 1]), radius=0.1)
 
 
 def test_the_best_weights_are_chosen_by_what_was_trained_for():

@@ -270,6 +270,15 @@ def test_the_loss_is_the_cross_entropy():
     assert sums["loss"].item() / 30 == pytest.approx(log_loss(labels, chances, labels=range(5)))
 
 
+@pytest.mark.parametrize("name", ["classification", "robustness", "segmentation"])
+def test_episodes_are_no_labelled_images(name):
+    task = TASKS[name](class_names=NAMES)
+    support, labels = torch.rand(2, 5, 1, 6, 6), torch.zeros(2, 5, dtype=torch.int64)
+    for use in (task.measure, task.loss):
+        with pytest.raises(ValueError, match="a batch has 4 tensors, of shapes.*needs two, images and labels"):
+            use(Fixed(), (support, labels, support, labels))
+
+
 @pytest.mark.parametrize(
     ("logits", "labels"), [((4, 5, 2, 2), (4,)), ((4, 5, 2, 2), (4, 2, 2)), ((4, 5), (4, 1)), ((4, 3), (4,))], ids=str
 )

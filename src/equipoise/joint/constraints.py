@@ -305,6 +305,8 @@ class Box(IntervalSet):
         low, high = grid.rows("Box.low", self.low), grid.rows("Box.high", self.high)
         if bool((low.cpu() > high.cpu()).any()):
             raise ValueError("Box.low is above Box.high in some entry, so that no x is allowed; swap or widen them.")
+        if bool((low == math.inf).any()) or bool((high == -math.inf).any()):
+            raise ValueError("Box.low is inf or Box.high is -inf in some entry, so that no x is allowed; swap them.")
         # Entries are compared with bounds in the dtype of x, where these are rounded to nearest.
         rows = {"low": grid.rounded(low), "high": grid.rounded(high)}
         lower, upper = grid.rounded(low, math.inf), grid.rounded(high, -math.inf)

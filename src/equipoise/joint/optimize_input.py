@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from equipoise.fixed_point import ON_FAILURE, unwatched
 from equipoise.joint.constraints import Constraint, as_constraint
 from equipoise.joint.gradients import EnvelopeGradient, JointGradient
-from equipoise.joint.optimum import KKT, Optimum
+from equipoise.joint.optimum import KKT, NONFINITE, Optimum
 from equipoise.joint.problem import First, Joint, JointFunction, JointProblem, LossProblem, tensors
 from equipoise.joint.solvers import SCALES, SELECT, JointAnderson, JointSolver
 from equipoise.problem.captures import leaves_of, require_gradient_paths
@@ -167,7 +167,7 @@ def run(f: Any, loss: Any, x0: Any, z0: Any, inputs: tuple[Any, ...], options: O
             options.callback(progress)
 
     settings = "KKTGradient(tolerance=...) or DetachedGradient(gradient=...)"
-    report = Report(options.on_failure, settings=settings, owner="Optimum")
+    report = Report(options.on_failure, settings=settings, owner="Optimum", nonfinite=NONFINITE)
     v = problem.pack((z, rebuild(z, [torch.zeros_like(t) for t in tensors(z)]), x))
     solved = solve(problem, v, v, options.solver, options.tolerance, Watch(options.trace, follow))
     rows, cost, kkt = attached(solved, options.gradient if needs_gradient else None, report)

@@ -11,6 +11,8 @@ from torch import Tensor
 from equipoise.joint.problem import Joint
 from equipoise.joint.solvers import JointSolver, automatic_size
 from equipoise.joint.steps import AutoStep
+from equipoise.problem.independence import NOT_A_FUNCTION
+from equipoise.problem.layout import residual_at
 from equipoise.solution import Result, Statistics, tally
 from equipoise.solvers import Anderson
 from equipoise.solvers.loop import Solved, solve
@@ -21,6 +23,10 @@ EXAMINED = 8  # samples whose Jacobian is probed
 TIGHT = Tolerance(relative=1e-6, max_steps=200, patience=50)  # of z*(x), re-solved
 DIFFERENT = 1e-3  # relative difference of two costs above which the diagnosis mentions it
 RISING = 0.3  # share of steps that raise the cost, above which the step of x is called too long
+NONFINITE = (
+    "f, the loss or a gradient is NaN, infinite or too large to be squared: check the inputs, x0, z0 and the weights, "
+    "or shorten the step of x. The best finite iterate is returned."
+)
 
 
 class KKT(NamedTuple):
@@ -157,7 +163,15 @@ class Optimum:
         part = None if narrow is None else narrow.structure(Joint)
         assert part is not None
         with torch.no_grad():
-            at = part.evaluate(rows)
+            at, again = part.evaluate(rows), part.evaluate(rows)
+        rounding = 100 * part.problem.rounding
+        if bool((residual_at(again.image[:, joint.z], at.image[:, joint.z]) > rounding).any()):
+            found.append(NOT_A_FUNCTION)
+        elif bool(((again.cost - at.cost).abs() > rounding * at.cost.abs()).any()):
+            found.append(
+                "The loss is not a function of z and x: two evaluations at the same z and x differ. Look for dropout, "
+                "noise, BatchNorm in training mode or changing state inside it."
+            )
         radius = spectral_radius(part.inference(rows), rows[:, joint.z])
         if float(radius.max()) >= 1:
             found.append(
@@ -187,12 +201,14 @@ class Optimum:
         return found, samples, radius
 
     def rising(self) -> list[str]:
-        """Return a finding if the cost rose in many of the later steps."""
-        costs = self.costs.double()
-        if len(costs) < 5:
+        """Return a finding if the cost of samples that failed rose in many of their later steps."""
+        failed = ~self.stats.converged
+        costs, steps = self.costs[:, failed].double(), self.stats.steps[failed]
+        if len(costs) < 5 or not len(steps):
             return []
-        last = costs[-max(len(costs) // 2, 4) :]
-        rises = float((last.diff(dim=0) > 1e-6 * last[:-1].abs()).double().mean())
+        place = torch.arange(1, len(costs), device=costs.device)[:, None]
+        later = (place >= steps // 2) & (place < steps)  # after its last step, a sample repeats its cost
+        rises = float((costs.diff(dim=0) > 1e-6 * costs[:-1].abs())[later].double().mean())
         excess = float((costs[-1] - costs.nan_to_num(torch.inf).amin(dim=0)).mean())
         scale = float((costs[0] - costs.nan_to_num(torch.inf).amin(dim=0)).abs().mean())
         assert self.solved is not None
@@ -211,7 +227,10 @@ class Optimum:
             return str(self.stats)
         blocks = ", ".join(f"{name} {float(r.median()):.1e}" for name, r in zip(KKT._fields, self.kkt, strict=True))
         failures = self.stats.failures()
-        outcome = f"{tally(failures)}: {next(iter(failures)).message}" if failures else "every sample is optimal"
+        outcome = "every sample is optimal"
+        if failures:
+            kind = next(iter(failures))
+            outcome = f"{tally(failures)}: {NONFINITE if kind == Result.NONFINITE else kind.message}"
         return (
             f"{self.stats}\ncost median {self.cost.detach().median():.4g}, worst {self.cost.detach().max():.4g}; "
             f"KKT residuals {blocks}\n{outcome}"

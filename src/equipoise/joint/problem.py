@@ -172,8 +172,10 @@ class Joint(Structure):
 
     def inference(self, v: Tensor) -> FunctionProblem:
         """Return the problem z = f(z, x) at the x of ``v``."""
-        x = self.problem.unpack(v)[2]
-        return self.inner.replaced(inputs=(x, *self.problem.inputs), structures={}, count=self.problem.count)
+        inputs, count = (self.problem.unpack(v)[2], *self.problem.inputs), self.problem.count
+        # x makes it an f with inputs, yet f may have captured the whole batch if the caller gave none.
+        gatherable = self.problem.gatherable
+        return self.inner.replaced(inputs=inputs, structures={}, count=count, gatherable=gatherable)
 
     def costs(self, v: Tensor) -> Tensor:
         """Return the cost of each sample at ``v``."""

@@ -69,7 +69,10 @@ class Grid:
         return torch.cat([part.expand(count, -1) for part in parts], dim=1)
 
     def center(self, owner: str, center: Any) -> Tensor:
-        return self.rounded(self.rows(f"{owner}.center", 0.0 if center is None else center))
+        rows = self.rounded(self.rows(f"{owner}.center", 0.0 if center is None else center))
+        if not bool(rows.isfinite().all()):
+            raise ValueError(f"{owner}.center is infinite in some entry, in the dtype of x; it must be finite.")
+        return rows
 
     def radius(self, owner: str, radius: float | Tensor) -> Tensor:
         """Return a radius as (1 or batch, 1)."""

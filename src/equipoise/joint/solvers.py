@@ -167,7 +167,9 @@ class JointSolver(Solver):
                 mapped = torch.where(acts & (size > 0)[:, None], by / size[:, None], gap[:, joint.x])
                 gap = torch.cat([gap[:, : 2 * joint.n], mapped], dim=1)
         kkt = residuals(joint, x, block_norms(joint, at.gap), images, at.gradient, force, scale)
-        rule, residual = joint.function.select, torch.where(torch.isfinite(at.cost), kkt.amax(dim=1), torch.nan)
+        # Relative to a norm that has overflowed, every residual would be 0.
+        measured = torch.isfinite(at.cost) & torch.isfinite(scale).all(dim=1)
+        rule, residual = joint.function.select, torch.where(measured, kkt.amax(dim=1), torch.nan)
         better, kept = prefer(rule, kkt[:, 0] if rule == "feasible-cost" else residual, at.cost, before, seen)
         return JointState(
             v,
@@ -219,13 +221,17 @@ def rounded(joint: Joint, v: Tensor) -> Tensor:
 
 
 def require_squares(gradient: Tensor) -> None:
-    """Raise if the squares of all entries of the first gradient of the loss would underflow or overflow."""
+    """Raise if the first gradient of the loss has entries whose squares underflow or overflow, in every sample.
+
+    Where it is so in some samples only, these fail alone: their residuals are not finite.
+    """
     limits, sizes = torch.finfo(gradient.dtype), largest_entries(gradient.nan_to_num(posinf=0.0, neginf=0.0))
-    largest = float(sizes.max()) if len(sizes) else 0.0
-    if largest and not 10 * limits.tiny**0.5 < largest < limits.max**0.5 / 10:
+    sizes = sizes[sizes > 0]
+    fit = (sizes > 10 * limits.tiny**0.5) & (sizes < limits.max**0.5 / 10)
+    if len(sizes) and not bool(fit.any()):
         raise ValueError(
-            f"the gradient of the loss has entries up to {largest:.1e}, whose squares {gradient.dtype} cannot hold: "
-            "multiply the loss by a constant that brings it near 1, or use float64."
+            f"the gradient of the loss has entries up to {float(sizes.max()):.1e}, whose squares {gradient.dtype} "
+            "cannot hold: multiply the loss by a constant that brings it near 1, or use float64."
         )
 
 

@@ -61,6 +61,17 @@ class Task(ABC):
         raise NotImplementedError(f"the task {type(self).__name__} has no predict, so it cannot predict single inputs.")
 
 
+def labelled(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the labels of a batch; raise ValueError for one that holds anything else."""
+    if len(batch) != 2:
+        shapes = [tuple(part.shape) for part in batch]
+        raise ValueError(
+            f"a batch has {len(batch)} tensors, of shapes {shapes}; this task needs two, images and labels: choose a "
+            "data set with labelled images, or another task (few-shot for episodes)."
+        )
+    return batch
+
+
 def confusion_matrix(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
     """Count how often each class (row) is predicted as each class (column)."""
     return torch.bincount(labels * classes + guesses, minlength=classes**2).view(classes, classes)

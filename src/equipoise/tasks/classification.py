@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from equipoise.options import require
 from equipoise.tasks.augmentation import flip, shift
-from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix
+from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix, labelled
 from equipoise.tasks.drawing import confusion_figure, image_grid
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LabelTask(Task, ABC):
         require(self, "top", at_least=1, at_most=len(class_names), whole=True)
 
     def augment(self, batch: Batch, generator: torch.Generator) -> Batch:
-        images, labels = batch
+        images, labels = labelled(batch)
         if self.shift:
             images = shift(images, self.shift, generator)
         if self.flip:
@@ -59,7 +59,7 @@ class LabelTask(Task, ABC):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         """Return the mean cross entropy of a training batch, in single precision at least, and its sums."""
-        images, labels = batch
+        images, labels = labelled(batch)
         logits = model(images)
         self.check(logits, labels)
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -67,7 +67,7 @@ class LabelTask(Task, ABC):
         return loss, self.sums(logits.detach(), labels)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = batch
+        images, labels = labelled(batch)
         return self.evaluation_sums(model(images), labels)
 
     def evaluation_sums(self, logits: Tensor, labels: Tensor) -> Sums:

@@ -22,7 +22,7 @@ from equipoise.joint import (
 )
 from equipoise.models.parts.context_managers import evaluating, frozen
 from equipoise.models.parts.taken_apart import TakenApart, taken_apart
-from equipoise.tasks.robustness import JOINT_STEPS, Budget, class_gap, random_change
+from equipoise.tasks.robustness import JOINT_STEPS, Budget, class_gap, random_change, require_pixels
 from equipoise.tolerance import Tolerance
 
 LONG, SHORT, LONG_SHARE = 0.3, 0.1, 0.68  # lengths of steps in units of the radius; fraction of the steps that are long
@@ -56,6 +56,7 @@ def jiio(
         >>> attacked = jiio(model, images, labels, radius=1.0, norm="l2")
     """
     allowed = Budget(steps=steps, random_start=random_start, **budget)
+    require_pixels(images)
     parts = taken_apart(model)
     near = neighbourhood(images, allowed.radius, allowed.norm)
     with torch.no_grad(), evaluating(model), frozen(model), watch_solves():  # its solves are not counted as the model's

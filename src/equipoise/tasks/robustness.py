@@ -17,7 +17,7 @@ from equipoise.models.parts.context_managers import evaluating, exact_gradients
 from equipoise.models.parts.keyword_options import accepts, options_of, positional_of
 from equipoise.options import option, options, require
 from equipoise.registry import Registry, UnknownName
-from equipoise.tasks.base import Batch, Sums
+from equipoise.tasks.base import Batch, Sums, labelled
 from equipoise.tasks.classification import LabelTask
 from equipoise.tasks.drawing import attack_panel
 from equipoise.tasks.wrapped import unwrapped
@@ -86,6 +86,7 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
         >>> attacked = pgd(model, images, labels, radius=8 / 255, steps=20)
     """
     allowed = Budget(**budget)
+    require_pixels(images)
     radius, norm = allowed.radius, allowed.norm
     worst, largest = images.clone(), torch.full((len(images),), -torch.inf, dtype=images.dtype, device=images.device)
 
@@ -108,6 +109,15 @@ def pgd(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, **bud
             with torch.no_grad(), watch_solves():
                 keep_worst(x, class_gap(model(x), labels))
     return worst
+
+
+def require_pixels(images: Tensor) -> None:
+    """Raise unless all pixels are in [0, 1], from where an attack does not leave the ball."""
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise ValueError(
+            f"images have pixels from {images.min():g} to {images.max():g}; an attack needs them between 0 and 1: "
+            "scale them, and normalise inside the model."
+        )
 
 
 def class_gap(logits: Tensor, labels: Tensor) -> Tensor:
@@ -238,7 +248,7 @@ class Robustness(LabelTask):
 
         At a maximum over the perturbation, its dependence on the weights does not contribute (envelope theorem).
         """
-        images, labels = batch
+        images, labels = labelled(batch)
         if self.train_steps:
             # Without the wrapper that averages gradients: it would wait for gradients of the weights.
             budget = {"radius": self.budget.radius, "norm": self.budget.norm, "steps": self.train_steps}
@@ -254,7 +264,7 @@ class Robustness(LabelTask):
             return self.attacks[name](model, images, labels, **budget)
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = batch
+        images, labels = labelled(batch)
         logits = model(images)
         sums = self.evaluation_sums(logits, labels)
         right = logits.argmax(1) == labels  # a misclassified image counts as broken without an attack

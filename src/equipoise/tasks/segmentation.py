@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.options import is_number, require
 from equipoise.tasks.augmentation import random_view
-from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix
+from equipoise.tasks.base import Batch, Sums, Task, confusion_matrix, labelled
 from equipoise.tasks.drawing import class_colors, confusion_figure, in_three_colors, overlay
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Segmentation(Task):
             raise ValueError(f"Segmentation.scale is {list(self.scale)}; the smallest factor must come first.")
 
     def augment(self, batch: Batch, generator: torch.Generator) -> Batch:
-        images, labels = batch
+        images, labels = labelled(batch)
         if self.scale is None and self.crop is None and not self.flip:
             return batch
         self.check(images, labels)
@@ -120,7 +120,7 @@ class Segmentation(Task):
         return {self.class_names[i]: shares[i].item() for i in order if shares[i] > 0}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
-        images, labels = batch
+        images, labels = labelled(batch)
         self.check(images, labels)
         logits = self.logits(model, images)
         sums = self.sums(logits, labels)
@@ -128,7 +128,7 @@ class Segmentation(Task):
         return mean.to(logits.dtype), {**sums, "loss": sums["loss"].detach()}
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = batch
+        images, labels = labelled(batch)
         self.check(images, labels)
         return self.sums(self.evaluation_logits(model, images), labels)
 
