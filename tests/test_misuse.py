@@ -139,9 +139,9 @@ def test_layer_without_inputs_needs_a_start():
 
 
 def test_f_must_be_callable():
-    with pytest.raises(TypeError, match="f is a Tensor; it must be a function"):
+    with pytest.raises(TypeError, match="f has type Tensor; it must be a function"):
         eq.fixed_point(X, Z)
-    with pytest.raises(TypeError, match="f is a Tensor"):
+    with pytest.raises(TypeError, match="f has type Tensor"):
         eq.Equilibrium(X)
 
 
@@ -157,9 +157,9 @@ def test_f_must_be_callable():
         (lambda z, x: z.double(), TypeError, r"f changes the dtype of z: z is torch.float32, f\(z\) is torch.float64"),
         (lambda z, x: z.long(), TypeError, r"f changes the dtype of z.*int64"),
         (lambda z, x: z + 0j, TypeError, r"f changes the dtype of z.*complex64"),
-        (lambda z, x: None, TypeError, r"f\(z\) is a NoneType; it must be a tensor"),
-        (lambda z, x: z.tolist(), TypeError, r"f\(z\).* is a float; it must be a tensor"),
-        (lambda z, x: {"z": z}, TypeError, r"f\(z\) is a dict"),
+        (lambda z, x: None, TypeError, r"f\(z\) has type NoneType; it must be a tensor"),
+        (lambda z, x: z.tolist(), TypeError, r"f\(z\).* has type float; it must be a tensor"),
+        (lambda z, x: {"z": z}, TypeError, r"f\(z\) has type dict"),
     ],
 )
 def test_f_must_return_what_it_was_given(g, error, words):
@@ -244,13 +244,13 @@ def test_batch_sizes_must_agree(z0, inputs, words):
 @pytest.mark.parametrize(
     ("z0", "inputs", "words"),
     [
-        (0.0, (), "z0 is a float; it must be a tensor or a"),
-        (np.zeros((4, 3)), (X,), "z0 is a ndarray"),
-        (None, (X,), "z0 is a NoneType"),
-        (Z, (2.0,), r"inputs\[0\] is a float.*belongs in f"),
-        (Z, (X, None), r"inputs\[1\] is a NoneType"),
-        ({"z": Z}, (X,), "z0 is a dict"),
-        (lambda x: None, (X,), "z0 is a NoneType"),
+        (0.0, (), "z0 has type float; it must be a tensor or a"),
+        (np.zeros((4, 3)), (X,), "z0 has type ndarray"),
+        (None, (X,), "z0 has type NoneType"),
+        (Z, (2.0,), r"inputs\[0\] has type float.*belongs in f"),
+        (Z, (X, None), r"inputs\[1\] has type NoneType"),
+        ({"z": Z}, (X,), "z0 has type dict"),
+        (lambda x: None, (X,), "z0 has type NoneType"),
     ],
 )
 def test_values_must_be_tensors(z0, inputs, words):
@@ -263,7 +263,7 @@ def test_values_must_be_tensors(z0, inputs, words):
     [
         (lambda: eq.Equilibrium(nn.Linear), r"f is the class Linear; pass an object, such as Linear\(...\)"),
         (lambda: eq.fixed_point(nn.Linear, Z, X), "f is the class Linear"),
-        (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer is a Linear; it must be an equipoise.Equilibrium"),
+        (lambda: eq.FixedSteps(nn.Linear(3, 3), steps=3), "layer has type Linear; it must be an equipoise.Equilibrium"),
         (
             lambda: eq.FixedSteps(eq.Equilibrium(f), steps=3, solver=eq.Picard),
             "solver is <class .*Picard'>; it must be an object such as .*, or None",
@@ -285,7 +285,7 @@ def test_values_must_be_tensors(z0, inputs, words):
             lambda: eq.fixed_point(f, torch.nested.nested_tensor([Z[0], Z[1, :2]], layout=torch.jagged), X),
             "z0 is a nested tensor; pad it",
         ),
-        (lambda: eq.fixed_point(f, Z, X, None), r"inputs\[1\] is a NoneType.*f\(z, x, mask=None\)"),
+        (lambda: eq.fixed_point(f, Z, X, None), r"inputs\[1\] has type NoneType.*f\(z, x, mask=None\)"),
         (lambda: eq.Equilibrium(f)(X, mask=X), r"keyword argument 'mask'\. Pass inputs by position: layer\(x, mask\)"),
     ],
 )

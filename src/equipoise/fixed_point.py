@@ -355,7 +355,7 @@ class FixedSteps(nn.Module):
         super().__init__()
         if not isinstance(layer, Equilibrium):
             raise TypeError(
-                f"layer is a {type(layer).__name__}; it must be an equipoise.Equilibrium. Replace the equilibrium "
+                f"layer has type {type(layer).__name__}; it must be an equipoise.Equilibrium. Replace the equilibrium "
                 "layers inside a model: model.layer = FixedSteps(model.layer, steps)."
             )
         if layer.aux:

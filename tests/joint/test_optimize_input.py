@@ -630,7 +630,7 @@ def attempt(**changes: Any) -> eq.Optimum:
         ({"x0": torch.zeros(BATCH, D, device="meta")}, TypeError, "^x0 is on the meta device"),
         ({"x0": torch.zeros(BATCH, D).to_sparse()}, TypeError, "^x0 is torch.sparse_coo; it must be dense"),
         ({"x0": torch.zeros(BATCH, D).to(torch.float8_e5m2)}, TypeError, "^x0 is torch.float8_e5m2"),
-        ({"constraint": lambda x: None}, TypeError, r"^the value of Projection\(<lambda>\) is a NoneType"),
+        ({"constraint": lambda x: None}, TypeError, r"^the value of Projection\(<lambda>\) has type NoneType"),
         ({"x0": torch.zeros(BATCH + 1, D)}, ValueError, f"x0 has batch size {BATCH + 1}, the inputs have {BATCH}"),
         ({"x0": torch.zeros(BATCH, D, dtype=torch.int64)}, TypeError, "x0 is torch.int64"),
         ({"select": "best"}, ValueError, "select is 'best'; allowed: 'feasible-cost'"),

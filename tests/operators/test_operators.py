@@ -642,7 +642,7 @@ def test_factorised_once_per_weight_update(spec, training):
         (lambda: ops.MonotoneLinear(3, normalize="no"), "normalize is 'no'; it must be True or False"),
         (lambda: ops.MonotoneConv2d(3, (4, 4), normalize=None), "normalize is None"),
         (lambda: ops.MonotoneMultiTier((3, 2), (4, 4), normalize=1), "normalize is 1"),
-        (lambda: ops.MonotoneProblem(ops.MonotoneLinear), "operator is a .*; it must be a monotone operator"),
+        (lambda: ops.MonotoneProblem(ops.MonotoneLinear), "operator has type .*; it must be a monotone one"),
         (lambda: ops.MonotoneProblem(ops.MonotoneLinear(3), None), "activation is None"),
     ],
 )

@@ -70,13 +70,13 @@ def test_samples_left_out_of_the_batch_have_their_auxiliary_output():
 
 def test_errors():
     z0, x = torch.zeros(1, N), torch.zeros(2, N)
-    with pytest.raises(TypeError, match=r"aux=True, f must return a pair \(z, aux\); it returned a Tensor"):
+    with pytest.raises(TypeError, match=r"aux=True, f must return a pair \(z, aux\); it returned Tensor"):
         eq.fixed_point(lambda z, x: z, z0, x, aux=True)
     with pytest.raises(TypeError, match="it returned a tuple of length 3"):
         eq.fixed_point(lambda z, x: (z, 1, 2), z0, x, aux=True)
     with pytest.raises(ValueError, match=r"If f returns \(z, aux\), set aux=True"):
         eq.fixed_point(lambda z, x: (0.5 * z, x), z0, x)
-    with pytest.raises(TypeError, match=r"f\(z\)\[1\] is a dict.*If f returns \(z, aux\), set aux=True"):
+    with pytest.raises(TypeError, match=r"f\(z\)\[1\] has type dict.*If f returns \(z, aux\), set aux=True"):
         eq.fixed_point(lambda z, x: (0.5 * z, {"x": x}), z0, x)
     with pytest.raises(TypeError, match="aux is 1; it must be True or False"):
         eq.fixed_point(lambda z, x: (0.5 * z, x), z0, x, aux=1)

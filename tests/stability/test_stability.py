@@ -353,7 +353,7 @@ def test_an_invalid_probability(p):
     ("make", "words"),
     [
         (lambda: eq.WeightNorm(nn.Linear), "layer is the class Linear; give an object, such as nn.Linear"),
-        (lambda: eq.WeightNorm(None), "layer is a NoneType; it must be nn.Linear or nn.Conv1d"),
+        (lambda: eq.WeightNorm(None), "layer has type NoneType; it must be nn.Linear or nn.Conv1d"),
         (lambda: eq.SpectralNorm(nn.Conv2d), "layer is the class Conv2d; give an object"),
         (lambda: eq.SpectralNorm(nn.Linear(2, 2), bound="1"), "SpectralNorm.bound is '1'; it must be a number above 0"),
         (lambda: eq.SpectralNorm(nn.Linear(2, 2), bound=None), "SpectralNorm.bound is None"),

@@ -182,7 +182,7 @@ def test_pictures_can_be_drawn():
 
 
 def test_another_model_is_rejected():
-    with pytest.raises(ValueError, match="the model is a Linear, which does not generate images: choose the model"):
+    with pytest.raises(ValueError, match="the model has type Linear, which does not generate images: choose the model"):
         generator_in(nn.Linear(2, 2))
 
 

@@ -182,7 +182,7 @@ def test_half_precision_is_kept():
         (lambda: Mask(torch.zeros(3)), "Mask.mask is (3,)"),
         (lambda: Mask(torch.zeros(3, 3)).A(torch.zeros(1, 1, 6, 6)), "the mask has shape (3, 3), the images"),
         (lambda: MatrixOperator(torch.zeros(2, 3), (1, 2, 2)), "MatrixOperator.matrix is (2, 3)"),
-        (lambda: MatrixOperator([[1.0]], (1, 1, 1)), "MatrixOperator.matrix is a list; it must be a tensor"),
+        (lambda: MatrixOperator([[1.0]], (1, 1, 1)), "MatrixOperator.matrix has type list; it must be a tensor"),
         (lambda: MatrixOperator(torch.zeros(2, 4), (1, 2, 2)).A(torch.zeros(1, 4)), "images have shape (4,)"),
         (lambda: square_masks(1, (3, 8, 8), 8, generator()), "side is 8; it must be a whole number of at least 1 and"),
         (lambda: Identity(3), "Identity.noise_model is 3"),

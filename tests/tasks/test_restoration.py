@@ -231,7 +231,7 @@ def test_the_task_has_a_name_and_checks_its_options():
         with pytest.raises((ValueError, TypeError)) as error:
             Restoration(**options)
         assert message in str(error.value)
-    with pytest.raises(ValueError, match="the model is a Linear"):
+    with pytest.raises(ValueError, match="the model has type Linear"):
         Restoration("deblur", 1).loss(nn.Linear(2, 2), (smooth_images(2),))
 
 

@@ -156,7 +156,7 @@ def test_errors():
     nothing = SimpleNamespace(A=lambda x: None, A_adjoint=lambda y: y)
     with pytest.raises(TypeError, match=re.escape("maps images to None; A(x) must return a tensor")):
         restore(generator, y, nothing)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="generator is a Linear"):
+    with pytest.raises(TypeError, match="generator has type Linear"):
         restore(torch.nn.Linear(2, 2), y, Identity())  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match="max_steps"):
         restore(generator, y, Identity(), steps=0)

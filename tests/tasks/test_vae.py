@@ -160,10 +160,10 @@ def test_pictures_can_be_drawn():
 def test_bad_input_gets_a_sentence():
     with pytest.raises(ValueError, match=r"beta is -1; it must be a number of at least 0"):
         VAE(beta=-1)
-    with pytest.raises(ValueError, match="the model is a Linear; the task 'vae' needs one with encoder and"):
+    with pytest.raises(ValueError, match="the model has type Linear; the task 'vae' needs one with encoder and"):
         VAE().loss(nn.Linear(2, 2), (images_of(),))
     with pytest.raises(
-        TypeError, match="generator is a MDEQVAE; it must be an equipoise.models.Generator, or the decoder"
+        TypeError, match="generator has type MDEQVAE; it must be an equipoise.models.Generator, or the decoder"
     ):
         restore(tiny_vae(), images_of(), Identity())  # type: ignore[arg-type]
 

@@ -380,7 +380,7 @@ class Projection(Constraint):
 
     def __init__(self, function: Callable[[Any], Any]):
         if not callable(function):
-            raise TypeError(f"function is a {type(function).__name__}; it must be callable, x -> x.")
+            raise TypeError(f"function has type {type(function).__name__}; it must be callable, x -> x.")
         self.function = function
 
     def __repr__(self) -> str:

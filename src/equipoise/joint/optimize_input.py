@@ -297,7 +297,7 @@ def initial_input(x0: Any, z0: Any, inputs: tuple[Any, ...]) -> Any:
 
 def check_cost(cost: Any, batch: int) -> None:
     if not isinstance(cost, Tensor):
-        raise TypeError(f"loss returned a {type(cost).__name__}; it must return a tensor of shape (batch,).")
+        raise TypeError(f"loss returned {type(cost).__name__}; it must return a tensor of shape (batch,).")
     if cost.shape != (batch,):
         raise ValueError(
             f"loss returned a tensor of shape {tuple(cost.shape)}; it must return one cost per sample, shape "

@@ -52,7 +52,7 @@ class MonotoneProblem(nn.Module):
         super().__init__()
         if not isinstance(operator, MonotoneOperator):
             raise TypeError(
-                f"operator is a {type(operator).__name__}; it must be a monotone operator, such as MonotoneLinear(64)."
+                f"operator has type {type(operator).__name__}; it must be a monotone one, such as MonotoneLinear(64)."
             )
         self.operator = operator
         self.activation = proximal(activation)

@@ -359,8 +359,8 @@ SWAPPED = "The state comes first: is f defined as f(x, z) where f(z, x) is calle
 def pair(returned: Any) -> tuple[Any, Any]:
     """Return z and the auxiliary output, or raise."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        of = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
-        raise TypeError(f"with aux=True, f must return a pair (z, aux); it returned a {type(returned).__name__}{of}.")
+        kind = f"a tuple of length {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise TypeError(f"with aux=True, f must return a pair (z, aux); it returned {kind}.")
     return returned
 
 
@@ -369,7 +369,7 @@ def require_function(f: Any) -> None:
     if isinstance(f, type) and issubclass(f, nn.Module):
         raise TypeError(f"f is the class {f.__name__}; pass an object, such as {f.__name__}(...).")
     if not callable(f):
-        raise TypeError(f"f is a {type(f).__name__}; it must be a function or module f(z, *inputs) -> z.")
+        raise TypeError(f"f has type {type(f).__name__}; it must be a function or module f(z, *inputs) -> z.")
 
 
 def swapped(f: Callable[..., Any], z0: Any, inputs: Sequence[Any]) -> bool:

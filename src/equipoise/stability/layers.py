@@ -167,7 +167,7 @@ def require_layer(layer: object, *kinds: type[nn.Module]) -> None:
         raise TypeError(f"layer is the class {layer.__name__}; give an object, such as nn.Linear(64, 64).")
     if not isinstance(layer, kinds):
         allowed = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
-        raise TypeError(f"layer is a {type(layer).__name__}; it must be {allowed}.")
+        raise TypeError(f"layer has type {type(layer).__name__}; it must be {allowed}.")
 
 
 def row_lengths(weight: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def autoencoder_in(model: nn.Module) -> Autoencoder:
     model = unwrapped(model)
     if not isinstance(model, Autoencoder) or isinstance(model, VariationalAutoencoder):
         raise ValueError(
-            f"the model is a {type(model).__name__}; the task 'autoencoding' needs a deterministic autoencoder: "
+            f"the model has type {type(model).__name__}; the task 'autoencoding' needs a deterministic autoencoder: "
             "'conv-ae', 'conv-rae' or 'mdeq-ae'. The task 'vae' is for variational ones."
         )
     return model

@@ -36,7 +36,7 @@ def equilibrium_in(model: nn.Module) -> Generator:
     generator = generator_in(model)
     if not isinstance(generator, Generator):
         raise ValueError(
-            f"the model is a {type(unwrapped(model)).__name__}, whose decoder is not an equilibrium, and cannot be "
+            f"the model has type {type(unwrapped(model)).__name__}, whose decoder is not an equilibrium, and cannot be "
             "trained by joint optimisation: train it by the task 'vae' or 'autoencoding'."
         )
     return generator

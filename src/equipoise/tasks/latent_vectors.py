@@ -27,7 +27,7 @@ def generator_in(model: nn.Module) -> Decoder:
         return model.decoder
     if not isinstance(model, Decoder):
         raise ValueError(
-            f"the model is a {type(model).__name__}, which does not generate images: choose the model 'generator', "
+            f"the model has type {type(model).__name__}, which does not generate images: choose the model 'generator', "
             "an autoencoder such as 'mdeq-vae', or a run of one."
         )
     return model

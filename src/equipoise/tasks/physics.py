@@ -227,7 +227,7 @@ class MatrixOperator(LinearPhysics):
     def __init__(self, matrix: Tensor, shape: Sequence[int], noise_model: Callable[[Tensor], Tensor] | None = None):
         super().__init__(noise_model)
         if not isinstance(matrix, Tensor):
-            raise TypeError(f"MatrixOperator.matrix is a {type(matrix).__name__}; it must be a tensor (m, pixels).")
+            raise TypeError(f"MatrixOperator.matrix has type {type(matrix).__name__}; it must be a tensor (m, pixels).")
         if matrix.dim() != 2 or not matrix.is_floating_point() or matrix.shape[1] != math.prod(shape):
             raise ValueError(
                 f"MatrixOperator.matrix is {tuple(matrix.shape)}, {matrix.dtype}; it must be a real matrix with "

@@ -130,7 +130,7 @@ def check_measurements(generator: Decoder, y: Tensor, physics: Physics) -> None:
     """Raise unless the measurements have the shape that the operator gives images of the generator."""
     if not isinstance(generator, Decoder):
         raise TypeError(
-            f"generator is a {type(generator).__name__}; it must be an equipoise.models.Generator, or the decoder "
+            f"generator has type {type(generator).__name__}; it must be an equipoise.models.Generator, or the decoder "
             "of an autoencoder."
         )
     if not isinstance(y, Tensor) or not y.is_floating_point() or not y.dim():

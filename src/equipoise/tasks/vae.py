@@ -35,7 +35,7 @@ def vae_in(model: nn.Module) -> VariationalAutoencoder:
     model = unwrapped(model)
     if not isinstance(model, VariationalAutoencoder):
         raise ValueError(
-            f"the model is a {type(model).__name__}; the task 'vae' needs one with encoder and decoder: 'mdeq-vae' "
+            f"the model has type {type(model).__name__}; the task 'vae' needs one with encoder and decoder: 'mdeq-vae' "
             "or 'conv-vae'."
         )
     return model

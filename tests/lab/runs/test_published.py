@@ -284,7 +284,7 @@ A, U = "mon.linear_module.A.weight", "mon.linear_module.U.weight"
         (lambda state: {**state, A: torch.zeros(87, 87, 3, 3)}, "is a convolutional monDEQ"),
         (lambda state: {**state, A: torch.zeros(87, 87).long()}, f"{A} is torch.int64 instead of torch.float32"),
         (lambda state: {**state, A: torch.zeros(1).expand(87, 87)}, "is not a plain tensor with all its numbers"),
-        (lambda state: {**state, A: 3}, f"its entry '{A}' is a int; it must be a tensor"),
+        (lambda state: {**state, A: 3}, f"entry '{A}' has type int; it must be a tensor"),
         (lambda state: {**state, A: state[A].to("meta")}, "is not a plain tensor with all its numbers"),
         (lambda state: {**state, 1: state[A]}, "a tensor with a string as its name"),
         (lambda state: {**state, "Wout.weight": torch.zeros(())}, "Wout.weight has shape (); it must be (classes, fe"),

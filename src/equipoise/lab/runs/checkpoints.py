@@ -156,7 +156,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"the model's state {name!r} is a {type(value).__name__}; only tensors can be saved.")
+            raise CheckpointError(f"the state {name!r} has type {type(value).__name__}; only tensors can be saved.")
         tensors[f"model/{name}"] = value
     return tensors
 

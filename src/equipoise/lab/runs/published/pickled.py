@@ -62,7 +62,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], list[LeftOut]]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UnreadableCheckpoint(
-                f"{path} is not a state dict: its entry {name!r} is a {type(value).__name__}; it must be a tensor with "
+                f"{path} is not a state dict: entry {name!r} has type {type(value).__name__}; it must be a tensor with "
                 "a string as its name."
             )
         require_dense(path, name, value)
