@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import equipoise as eq
-from equipoise.joint.solvers import JointSolver
+from equipoise.joint.base import JointSolver
 from joint_nets import Problem, problem
 from measuring import peak_of
 from tables import Row, show, text

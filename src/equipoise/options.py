@@ -39,10 +39,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def unknown_of_many(kind: str, name: str, known: Collection[str], command: str) -> str:
-    """Return the message for a name among too many to list: what may be meant, and the command that lists them all.
-
-    A name that is similar to none may be part of some.
-    """
+    """Return the message for a name among too many to list: names like it, or that it is part of, and the command."""
     meant = similar(name, known, cutoff=0.6) or [word for word in known if name and name in word]
     question = f"; did you mean {' or '.join(map(repr, meant[:3]))}?" if meant else "."
     return f"there is no {kind} {name!r}{question} `{command}` lists all."

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from equipoise.gradients.implicit import ImplicitGradient, _Attach, gradients, recorded
+from equipoise.joint.base import SCALES, automatic_size
 from equipoise.joint.constraints import Tangent
 from equipoise.joint.minres import MINRES
 from equipoise.joint.problem import Joint
-from equipoise.joint.solvers import SCALES, automatic_size
 from equipoise.options import option, options
 from equipoise.problem.layout import row_norms
 from equipoise.problem.problem import Count, DerivedProblem

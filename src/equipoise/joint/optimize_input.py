@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from equipoise.fixed_point import ON_FAILURE, unwatched
+from equipoise.joint.anderson import JointAnderson
+from equipoise.joint.base import SCALES, SELECT, JointSolver
 from equipoise.joint.constraints import Constraint, as_constraint
 from equipoise.joint.gradients import EnvelopeGradient, JointGradient
 from equipoise.joint.optimum import KKT, NONFINITE, Optimum
 from equipoise.joint.problem import First, Joint, JointFunction, JointProblem, LossProblem, tensors
-from equipoise.joint.solvers import SCALES, SELECT, JointAnderson, JointSolver
 from equipoise.problem.captures import leaves_of, require_gradient_paths
 from equipoise.problem.layout import Layout, leaves, rebuild
 from equipoise.problem.problem import FunctionProblem, inspect_layers, require_dense

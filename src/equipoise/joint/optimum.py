@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from equipoise.joint.base import JointSolver, automatic_size
 from equipoise.joint.problem import Joint
-from equipoise.joint.solvers import JointSolver, automatic_size
 from equipoise.joint.steps import AutoStep
 from equipoise.problem.independence import NOT_A_FUNCTION
 from equipoise.problem.layout import residual_at

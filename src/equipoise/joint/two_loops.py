@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from equipoise.gradients.implicit import AdjointProblem, gradients
+from equipoise.joint.base import JointSolver, JointState
 from equipoise.joint.problem import Evaluation, Joint
-from equipoise.joint.solvers import JointSolver, JointState
 from equipoise.joint.steps import AdamStep, InputStep, NormalizedStep
 from equipoise.options import option, options
 from equipoise.problem.problem import Problem

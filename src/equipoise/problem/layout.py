@@ -27,8 +27,7 @@ def leaves(tree: Any, name: str) -> list[tuple[str, Tensor]]:
             "Omit an optional input and give it a default in f, f(z, x, mask=None), or pass a neutral one, such as a "
             "mask of ones."
         )
-    kind = type(tree).__name__
-    raise TypeError(f"{name} has type {kind}; it must be a tensor or a (nested) tuple of tensors. {remedy}")
+    raise TypeError(f"{name} has type {type(tree).__name__}; it must be a tensor or a (nested) tuple of them. {remedy}")
 
 
 def rebuild(like: Any, parts: Sequence[Any]) -> Any:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from equipoise.joint import JointGradient, Optimum, optimize_input
+from equipoise.joint.base import JointSolver
 from equipoise.joint.optimize_input import GRADIENT, SOLVER
-from equipoise.joint.solvers import JointSolver
 from equipoise.models.generator.autoencoder import Autoencoder
 from equipoise.models.generator.decoder import Decoder
 from equipoise.solvers import Progress

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from equipoise.joint import AdamInput, JointGradient, Optimum
+from equipoise.joint.base import JointSolver
 from equipoise.joint.optimize_input import GRADIENT, SOLVER
-from equipoise.joint.solvers import JointSolver
 from equipoise.models.generator.decoder import Decoder
 from equipoise.options import require_number
 from equipoise.solvers import Progress

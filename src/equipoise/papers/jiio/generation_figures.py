@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from equipoise.joint import AdamInput, JointAnderson, JointIteration
-from equipoise.joint.solvers import JointSolver
+from equipoise.joint.base import JointSolver
 from equipoise.lab.results.figures import BLUE, ORANGE, finish, log_scale, panels, wrapped
 from equipoise.lab.results.trained import open_trained
 from equipoise.lab.runs.folder import Run

@@ -10,8 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from equipoise.joint.anderson import JointAnderson
 from equipoise.joint.optimize_input import SOLVER
-from equipoise.joint.solvers import JointAnderson
 from equipoise.lab.data.base import FACTS
 from equipoise.lab.data.catalogue import ABOUT
 from equipoise.lab.files import write_text
