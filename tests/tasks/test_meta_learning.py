@@ -219,10 +219,11 @@ def hessian_of(model, support, labels):
     return torch.autograd.functional.hessian(loss, flat)
 
 
-def test_the_gradient_of_imaml_against_dense_hessians():
+@pytest.mark.parametrize("damping", [(0.0, 0.0), (1.0, 10.0)])
+def test_the_gradient_of_imaml_against_dense_hessians(damping):
     """At any weights, converged or not: (I + H / lambda)^-1 times the gradient of the query loss."""
     model, batch = smooth(), episodes()
-    task = IMAML(NAMES, steps=4, penalty=0.7, backward_steps=200)
+    task = IMAML(NAMES, steps=4, penalty=0.7, backward_steps=200, damping=damping)
     found = slopes(task, model, batch)
     weights = task.learned(model, *batch[:2])
     total = 0
@@ -232,7 +233,8 @@ def test_the_gradient_of_imaml_against_dense_hessians():
         moved.zero_grad()
         functional.cross_entropy(moved(query), answers).backward()
         right = torch.cat([p.grad.flatten() for p in moved.parameters()])
-        matrix = torch.eye(len(right), dtype=DOUBLE) + hessian_of(moved, support, labels) / 0.7
+        hessian = hessian_of(moved, support, labels) / (0.7 + damping[1])
+        matrix = (1 + damping[0]) * torch.eye(len(right), dtype=DOUBLE) + hessian
         assert torch.linalg.eigvalsh(matrix).min() > 0
         total = total + torch.linalg.solve(matrix, right) / 2
     torch.testing.assert_close(torch.cat([g.flatten() for g in found.values()]), total, rtol=1e-7, atol=1e-10)
@@ -362,6 +364,8 @@ def test_every_learner_learns_to_learn_digits(name, options, optimizer, steps, l
         (Reptile, {"class_names": ()}, "the data set has no classes"),
         (IMAML, {"penalty": 0.0}, "IMAML.penalty is 0.0; it must be a number above 0"),
         (IMAML, {"backward_steps": -1}, "IMAML.backward_steps is -1; it must be a whole number"),
+        (IMAML, {"damping": 1.0}, "IMAML.damping is 1.0; it must be two numbers"),
+        (IMAML, {"damping": (1.0, -1.0)}, r"IMAML.damping is \(1.0, -1.0\); it must be two numbers"),
     ],
 )
 def test_wrong_options(learner, options, message):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 
-from equipoise.options import require
+from equipoise.options import is_number, require
 from equipoise.tasks.base import Batch, Sums
 from equipoise.tasks.episodes import Classifier, EpisodeTask, task_losses
 from equipoise.tasks.inner_descent import (
@@ -30,8 +30,8 @@ class IMAML(EpisodeTask):
 
     The inner problem is solved by gradient descent, and the outer gradient of a task is (I + H / lambda)^-1 g, with the
     Hessian H of L and the gradient g of the query loss, both at w (lemma 1), solved for by conjugate gradients. It is
-    exact only at the optimum; memory does not grow with the number of inner steps. The published code adds a damping of
-    1 to I and of 10 to lambda, and takes the step of the proximal term once, after the inner steps.
+    exact only at the optimum; memory does not grow with the number of inner steps. The published code takes the step of
+    the proximal term once, after the inner steps.
 
     Args:
         class_names: names of the classes of a task, indexed by label.
@@ -39,6 +39,8 @@ class IMAML(EpisodeTask):
         step_size: step size of the inner steps.
         penalty: lambda.
         backward_steps: number of steps of conjugate gradients; 0 leaves out the inverse (H = 0).
+        damping: numbers added to I and to lambda in the outer gradient. Few inner steps end where H is not positive
+            definite and the inverse may be huge; the published code has (1, 10), which bounds it.
         transductive: see :class:`~equipoise.tasks.maml.MAML`.
 
     Example:
@@ -52,15 +54,19 @@ class IMAML(EpisodeTask):
         step_size: float = 0.1,
         penalty: float = 2.0,
         backward_steps: int = 5,
+        damping: tuple[float, float] = (0.0, 0.0),
         transductive: bool = True,
     ):
         super().__init__(class_names, steps)
         self.step_size, self.penalty, self.backward_steps = step_size, penalty, backward_steps
-        self.transductive = transductive
+        self.damping, self.transductive = damping, transductive
         require(self, "step_size", above=0)
         require(self, "penalty", above=0)
         require(self, "backward_steps", at_least=0, whole=True)
         require(self, "transductive", kind=bool)
+        pair = isinstance(damping, tuple | list) and len(damping) == 2
+        if not pair or not all(is_number(number, at_least=0.0) for number in damping):
+            raise ValueError(f"IMAML.damping is {damping!r}; it must be two numbers of at least 0, such as (1, 10).")
 
     def check_model(self, model: nn.Module) -> None:
         require_adaptable(model, "imaml")
@@ -95,7 +101,7 @@ class IMAML(EpisodeTask):
     def outer_gradients(
         self, model: nn.Module, weights: Weights, slopes: Weights, support: Tensor, labels: Tensor
     ) -> Weights:
-        """Return (I + H / lambda)^-1 applied to ``slopes``, for each task (lemma 1)."""
+        """Return (I + H / lambda)^-1, damped, applied to ``slopes``, for each task (lemma 1)."""
         gradient = vmap(grad(lambda weights, *batch: mean_loss(model, weights, *batch)), randomness="different")
         fixed = {name: weight.detach() for name, weight in weights.items()}
         pull = vjp(lambda weights: gradient(weights, support, labels), fixed)[1]  # v -> H v, since H is symmetric
@@ -109,7 +115,8 @@ class IMAML(EpisodeTask):
             return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
         def apply(rows: Tensor) -> Tensor:
-            return rows + packed(pull(unpacked(rows))[0]) / self.penalty
+            more, harder = self.damping
+            return (1 + more) * rows + packed(pull(unpacked(rows))[0]) / (self.penalty + harder)
 
         return unpacked(conjugate_gradients(apply, packed(slopes), self.backward_steps))
 
