@@ -57,7 +57,7 @@ class Options:
                 raise TypeError(f"{name} is {value!r}; it must be {allowed}.")
         if self.on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure is {self.on_failure!r}; allowed: {', '.join(map(repr, ON_FAILURE))}.")
-        if not is_number(self.check_every, at_least=1, whole=True):
+        if type(self.check_every) is not int or self.check_every < 1:  # True is not a number of steps
             raise ValueError(f"check_every is {self.check_every!r}; it must be a whole number of at least 1.")
         if not isinstance(self.keep, tuple) or not all(is_number(k, at_least=1, whole=True) for k in self.keep):
             raise ValueError(f"keep is {self.keep!r}; it must be a tuple of steps, such as (4, 8, 12), of at least 1.")

@@ -113,7 +113,7 @@ def test_bad_input_gets_a_sentence():
     with pytest.raises(ValueError, match="beta is -1; it must be a number of at least 0"):
         Autoencoding(beta=-1)
     for model in (nn.Linear(2, 2), ConvVAE((1, 16, 16), **TINY)):
-        with pytest.raises(ValueError, match=f"the model is a {type(model).__name__}; the task 'autoencoding' needs a"):
+        with pytest.raises(ValueError, match=f"the model has type {type(model).__name__}; the task 'autoencoding'"):
             Autoencoding().loss(model, (truth,))
     with pytest.raises(ValueError, match="jacobian is 0.1; an autoencoder is trained without joint steps"):
         Restoration("inpaint", 5, jacobian=0.1).loss(ConvAE((1, 16, 16), **TINY), (truth,))

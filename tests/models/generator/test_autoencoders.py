@@ -167,7 +167,7 @@ def test_samples_are_independent_in_evaluation():
 
 
 def test_a_convolutional_decoder_is_not_trained_by_joint_steps():
-    with pytest.raises(ValueError, match="the model is a ConvAE, whose decoder is not an equilibrium, and cannot be"):
+    with pytest.raises(ValueError, match="the model has type ConvAE, whose decoder is not an equilibrium"):
         Generation(steps=4).loss(ConvAE((1, 12, 12), **TINY), (images_of(),))
 
 

@@ -56,7 +56,7 @@ def read_arrays(path: Path, *names: str) -> dict[str, Any]:
     content = inflated(read_file(path, LIMITS.memory), LIMITS.in_memory(path))
     for name, shape, kind in whosmat(io.BytesIO(content)):
         if name in names and kind not in NUMERIC:
-            raise ValueError(f"its variable {name!r} has type {kind}, not an array of numbers")
+            raise ValueError(f"its variable {name!r} is a {kind}, not an array of numbers")
         if name in names and math.prod(shape) > len(content):
             raise ValueError(f"its variable {name!r} claims the shape {tuple(shape)}, more than the file holds")
     return loadmat(io.BytesIO(content), variable_names=list(names))
