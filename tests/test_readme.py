@@ -388,3 +388,7 @@ def test_the_accuracies_of_few_shot_learning_are_those_of_the_files():
     nearest = jiio("omniglot-prototypes-test")["accuracy"]
     assert f"before joint optimisation is right for {nearest:.2%}" in SAID
     assert f"exact {said(exact)}, detached {said(detached)}" in SAID
+    for name, learner in (("maml", "MAML"), ("reptile", "Reptile"), ("imaml", "iMAML, gradient descent")):
+        result = jiio(f"omniglot-{name}.result")
+        row = f"| {learner} | {result['parameters']:,} | {result['epochs']} of "
+        assert re.search(rf"{re.escape(row)}\d+ \| {re.escape(said(result['test']))} \|", SAID)
