@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 def serve() -> None:
     """Answer requests, lines of JSON with a problem, a contender and whether to differentiate, with a time."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # what the libraries print must not mix with the answer
 
     import torch
 

@@ -5,9 +5,13 @@
 It drives Chromium as the tests do (Debian's packages chromium and chromium-driver).
 """
 
+import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "page")]
@@ -18,14 +22,20 @@ from page_browser import open_browser, resize, screenshot  # noqa: E402 (in the 
 from page_server import Server  # noqa: E402
 
 
+def finished(page: Page) -> None:
+    """Wait until the status names the outcome of the solve, or of both solvers, and the last step is shown."""
+    page.until(lambda: re.search(r"ettled after|Done", page.status) is not None)
+    if page.all(f"#view-{page.view} .player output"):
+        page.played()
+
+
 def draw(page: Page) -> None:
-    page.choose("second", "ForwardBackward")
+    page.choose("second", "forward-backward")
     (three,) = [button for button in page.all("#view-draw .examples button") if button.text == "3"]
     three.click()
-    page.settled()
-    page.played()
+    finished(page)
     page.one(".attack button").click()
-    page.until(lambda: "was tried" in page.one(".attack").text or "changes" in page.one(".attack").text)
+    page.until(lambda: "hange of length" in page.one(".attack").text)
 
 
 def restore(page: Page) -> None:
@@ -57,11 +67,10 @@ def main(views: list[str]) -> None:
                     page = Page(browser, server)
                     page.open(view)
                     VIEWS[view](page)
-                    page.settled()
-                    if page.all(f"#view-{view} .player output"):
-                        page.played()
+                    finished(page)
                     file = ROOT / "docs" / "images" / "page" / f"{view}-{width}-{scheme}.png"
-                    file.write_bytes(screenshot(browser))
+                    picture = Image.open(io.BytesIO(screenshot(browser))).convert("RGB")
+                    picture.quantize(128).save(file, optimize=True)  # half the size
                     print(file, file.stat().st_size, flush=True)
         browser.quit()
 

@@ -392,3 +392,8 @@ def test_the_accuracies_of_few_shot_learning_are_those_of_the_files():
         result = jiio(f"omniglot-{name}.result")
         row = f"| {learner} | {result['parameters']:,} | {result['epochs']} of "
         assert re.search(rf"{re.escape(row)}\d+ \| {re.escape(said(result['test']))} \|", SAID)
+
+
+def test_the_quality_of_the_clothes_is_that_of_the_file():
+    test = jiio("fashion-mnist.result")["test"]
+    assert f"a PSNR of {test['psnr']:.2f} dB and an SSIM of {test['ssim']:.3f}. These are samples" in SAID
