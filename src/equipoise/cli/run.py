@@ -173,15 +173,23 @@ def to_the_end(machine: Machine, work: Callable[[], object]) -> int:
 @command(
     "equipoise reproduce core/table --budget small",
     *(argument("recipe", metavar="TABLE", help=ANY_RECIPE), *CHANGES, DATA, *MACHINE),
+    argument(
+        "--row",
+        dest="rows",
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="train only this row, and those that share its training run; repeatable (default: all rows)",
+    ),
 )
 def reproduce(arguments: argparse.Namespace) -> int:
-    """Train every row of a published table, and print published and measured numbers."""
+    """Train the rows of a published table, and print published and measured numbers."""
     from equipoise.lab.results.reproduce import reproduce_table
     from equipoise.lab.runs.machine import this_machine
 
     request = (arguments.recipe, arguments.budget, arguments.changes, arguments.runs)
     with this_machine(arguments.device, arguments.threads) as machine:
-        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data))
+        return to_the_end(machine, lambda: reproduce_table(*request, machine, arguments.data, arguments.rows))
 
 
 @command(

@@ -100,6 +100,76 @@ def test_a_table_is_stored_with_mean_spread_and_logs(reproduced, results):
     assert row.moved(row.origin["tables"]) == []
 
 
+ROWS = """
+title = "Digits, three rows"
+
+[[rows]]
+label = "wide"
+recipe = "core/digits"
+
+[[rows]]
+label = "narrow, fast"
+recipe = "core/digits"
+changes = {"model.channels" = 4}
+
+[[rows]]
+label = "loss of the wide one"
+recipe = "core/digits"
+metric = "loss"
+"""
+
+
+def test_rows_that_were_trained_apart_become_one_table(results, tmp_path, capsys):
+    (tmp_path / "three.toml").write_text(ROWS)
+    words = ["reproduce", str(tmp_path / "three.toml"), "--budget", "smoke", "--threads", "1", "phases.0.epochs=2"]
+    words += ["data.limit=64", "--runs", str(tmp_path)]
+    assert main([*words, "--row", "narrow, fast"]) == 0
+    assert main([*words, "--row", "loss of the wide one"]) == 0
+    assert "| narrow, fast |" not in capsys.readouterr().out.split("== wide")[1]
+    narrow, wide = tmp_path / "three-001", tmp_path / "three-002"
+    assert [path.name for path in sorted(narrow.glob("row-*"))] == ["row-2"]  # numbered as in the whole table
+    assert [path.name for path in sorted(wide.glob("row-*"))] == ["row-1"]
+    assert [row["label"] for row in read_json(wide / "table.json")["rows"]] == ["wide", "loss of the wide one"]
+    shutil.rmtree(narrow / "row-2" / "core-digits-001")
+    assert main(["resume", str(narrow)]) == 0
+    assert [path.name for path in sorted(narrow.glob("row-*"))] == ["row-2"]  # the request is remembered
+
+    stored = results / "core/three.table.json"
+    add_result(narrow, "core/three", results)
+    alone = (results / "core/three.table.png").read_bytes()
+    written = add_result(wide, "core/three", results)
+    assert sorted(path.name for path in written) == ["three.row-1.log.jsonl", "three.table.json", "three.table.png"]
+    assert (results / "core/three.table.png").read_bytes() != alone  # the picture has both rows
+    table, parts = read_json(stored), [read_json(folder / "table.json") for folder in (wide, narrow)]
+    assert [row["label"] for row in table["rows"]] == ["wide", "loss of the wide one", "narrow, fast"]
+    assert table["rows"] == [*parts[0]["rows"], *parts[1]["rows"]]
+    assert list(table["origins"]) == ["row-1", "row-2"]
+    ((*_, last),) = [table.rows.values() for table in read_stored(results).tables]
+    assert last.logs == ("core/three.row-2.log.jsonl",)
+    assert add_result(narrow, "core/three", results)  # once more: its row is replaced, the other two are kept
+    assert read_json(stored)["rows"] == table["rows"]
+
+    (tmp_path / "three.toml").write_text(ROWS.replace("narrow, fast", "slim"))
+    assert main([*words, "--row", "slim"]) == 0
+    with pytest.raises(RunError, match="three.row-1.log.jsonl: part of an earlier result of this name"):
+        add_result(tmp_path / "three-003", "core/three", results)  # row 2 has another name now
+    (tmp_path / "three.toml").write_text(ROWS)
+    assert main([*words, "--row", "wide", "seed=1"]) == 0
+    with pytest.raises(RunError, match="three.row-2.log.jsonl: part of an earlier result of this name"):
+        add_result(tmp_path / "three-004", "core/three", results)  # by another command
+    assert read_json(stored)["rows"] == table["rows"]
+
+
+def test_a_misspelled_row_gets_the_nearest(tmp_path, capsys):
+    (tmp_path / "three.toml").write_text(ROWS)
+    assert main(["reproduce", str(tmp_path / "three.toml"), "--row", "narow", "--runs", str(tmp_path)]) == 2
+    assert (
+        "three has no row 'narow'; did you mean 'narrow, fast'? its rows are 'wide', 'narrow, fast', 'loss of the wide "
+        "one'." in capsys.readouterr().err
+    )
+    assert files_in(tmp_path) == ["three.toml"]
+
+
 def test_a_sweep_is_stored_seed_by_seed(reproduced, results):
     add_result(reproduced / "row-1" / "core-digits-001", "core/digits", results)
     names = [f"core/digits.seed-{seed}.{kind}" for seed in (0, 1) for kind in ("log.jsonl", "result.json")]

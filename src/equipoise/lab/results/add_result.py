@@ -9,19 +9,23 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from equipoise.lab.files import read_json, whole, write_json
 from equipoise.lab.results.reproduce import REQUEST
 from equipoise.lab.results.stored import TABLE, read_log
 from equipoise.lab.runs.folder import RESULT, Run, RunError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 LOCAL = ("--runs", "--data", "--device", "--threads", "--run", "--out")  # options of a command that name a place
 FLAGS = ("--report", "--traceback")
 OWN = ("run.json", "result.json", "sweep.json", "reproduce.json", "table.json", "figure.json")
 MOST = 1_000_000  # bytes of a picture
 
-Content = Path | dict[str, Any]  # a file to copy, or JSON
+Content = Union[Path, dict[str, Any], "Figure"]  # a file to copy, JSON, or a picture
+Logs = dict[str, dict[Path, Path]]  # files to copy of every training run of a table, by its folder, such as "row-3"
 Planned = Iterator[tuple[Path, Content]]  # files to write
 
 
@@ -49,9 +53,10 @@ def add_result(folder: Path, name: str, results: Path) -> list[Path]:
             if not planned:
                 raise RunError(f"{folder} has nothing to add: a figure is not drawn yet.")
             require_no_others(results / name, planned)
-            for path, content in planned.items():
+            new = {path: content for path, content in planned.items() if path != content}
+            for path, content in new.items():
                 write(path, content)
-            return list(planned)
+            return list(new)
     raise RunError(f"{folder} is not the folder of a run, sweep, table or figure: it has no run.json.")
 
 
@@ -97,20 +102,74 @@ def sweep_files(folder: Path, stem: Path) -> Planned:
 
 
 def table_files(folder: Path, stem: Path) -> Planned:
-    """Yield a table, its picture and the log of every run."""
+    """Yield a table, the log of every run, and their picture.
+
+    Rows that only the stored table of that name has are kept, if both were made by the same command.
+    """
     if not (folder / "table.json").is_file():
         raise RunError(f"{folder} has no finished row: equipoise resume {folder}.")
-    content = read_json(folder / "table.json", TABLE)
-    origins = {place: portable(origin) for place, origin in content.get("origins", {}).items()}
-    changes = [portable_word(word) for word in content.get("changes", [])]
-    yield stem.with_name(f"{stem.name}.table.json"), {**content, "changes": changes, "origins": origins}
-    if (folder / "table.png").is_file():
-        yield stem.with_name(f"{stem.name}.table.png"), folder / "table.png"
+    table = read_json(folder / "table.json", TABLE)
+    table["changes"] = [portable_word(word) for word in table.get("changes", [])]
+    table["origins"] = {place: portable(origin) for place, origin in table.get("origins", {}).items()}
+    logs: Logs = {}
     for log in sorted(folder.glob("row-*/**/log.jsonl")):
         place, seed = log.relative_to(folder).parts[0], log.parent.name
         words = [stem.name, place, *([seed] if seed.startswith("seed-") else []), "log.jsonl"]
         if (log.parent / "result.json").is_file():
-            yield stem.with_name(".".join(words)), log
+            logs.setdefault(place, {})[stem.with_name(".".join(words))] = log
+    file = stem.with_name(f"{stem.name}.table.json")
+    if file.is_file() and of_one_table(table, stored := read_json(file, TABLE)):
+        keep_rows(table, logs, stored, stem)
+    yield file, table
+    for files in logs.values():
+        yield from files.items()
+    if picture := picture_of(table, logs):
+        yield stem.with_name(f"{stem.name}.table.png"), picture
+
+
+def of_one_table(table: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Return whether two tables are of the same command, and have the same rows where both have any."""
+    if any(stored.get(key) != table.get(key) for key in ("name", "budget", "changes")):
+        return False
+    places = {(row["label"], row["metric"]): place_of(row) for row in table["rows"]}
+    for row in stored["rows"]:
+        place = place_of(row)
+        known = place if place in places.values() else None
+        if not re.fullmatch(r"row-\d+", place) or places.get((row["label"], row["metric"])) != known:
+            return False  # an earlier version of the table, whose rows were others
+    return True
+
+
+def keep_rows(table: dict[str, Any], logs: Logs, stored: dict[str, Any], stem: Path) -> None:
+    """Add the rows of a stored table that a new one does not have, in the order of their training runs."""
+    new = set(map(place_of, table["rows"]))
+    kept = [row for row in stored["rows"] if place_of(row) not in new]
+    for place in set(map(place_of, kept)):
+        logs[place] = {log: log for log in sorted(stem.parent.glob(f"{stem.name}.{place}.*log.jsonl"))}
+        table["origins"] |= {key: origin for key, origin in stored.get("origins", {}).items() if key == place}
+    table["rows"] = sorted([*table["rows"], *kept], key=lambda row: number_of(place_of(row)))
+    table["origins"] = dict(sorted(table["origins"].items(), key=lambda item: number_of(item[0])))
+
+
+def place_of(row: dict[str, Any]) -> str:
+    """Return the folder of the training run of a row, such as "row-3"."""
+    return row.get("folder", "").partition("/")[0]
+
+
+def number_of(place: str) -> int:
+    return int(place.removeprefix("row-"))
+
+
+def picture_of(table: dict[str, Any], logs: Logs) -> "Figure | None":
+    """Draw the metric of the rows over epochs and over time, if it was measured after every epoch."""
+    from equipoise.lab.results.figures import row_curves
+
+    def epochs(log: Path) -> list[dict[str, Any]]:
+        return [record for record in read_log(log) if record["kind"] == "epoch"]
+
+    rows = [(row, list(map(epochs, logs.get(place_of(row), {}).values()))) for row in table["rows"]]
+    curves = [(row["label"], row["metric"], seeds) for row, seeds in rows if seeds]
+    return row_curves(curves) if curves else None
 
 
 def figure_files(folder: Path, stem: Path) -> Planned:
@@ -131,12 +190,15 @@ def figure_files(folder: Path, stem: Path) -> Planned:
 
 
 def write(path: Path, content: Content) -> None:
-    """Write JSON, or copy a file."""
-    if not isinstance(content, Path):
+    """Write JSON or a picture, or copy a file."""
+    if isinstance(content, dict):
         write_json(path, content)
         return
     with whole(path) as part:
-        shutil.copyfile(content, part)
+        if isinstance(content, Path):
+            shutil.copyfile(content, part)
+        else:
+            content.savefig(part, format="png", dpi=150)
 
 
 def portable(origin: dict[str, Any]) -> dict[str, Any]:

@@ -33,12 +33,13 @@ from equipoise.lab.runs.machine import Machine
 from equipoise.lab.training.sweeps import resume_folder, summarize, train_sweep
 from equipoise.lab.training.trainer import Stopped, train_run
 from equipoise.lab.trust import ANYTHING, NOTHING, Trust, UntrustedName
+from equipoise.options import did_you_mean
 from equipoise.registry import Registry, UnknownName, call, check_options, looking_up, parameters
 
 # Arguments that a figure function may have besides its options. Without "runs", nothing is trained.
 FIGURE_FACTS = ("runs", "recipes", "machine", "folders", "path")
 # The shape of reproduce.json and figure.json.
-REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str]}
+REQUEST = {"name": str, "budget": (str, type(None)), "changes": [str], "data": [str], "rows?": [str]}
 
 
 @functools.cache
@@ -59,12 +60,24 @@ def figure_functions() -> Registry:
 
 
 def reproduce_table(
-    name: str, budget: str | None, changes: Sequence[str], parent: Path, machine: Machine, folders: Sequence[Path]
+    name: str,
+    budget: str | None,
+    changes: Sequence[str],
+    parent: Path,
+    machine: Machine,
+    folders: Sequence[Path],
+    labels: Sequence[str] = (),
 ) -> Path:
-    """Train every row of a table in a new folder, and return the Markdown file with its results."""
+    """Train the rows of a table in a new folder, and return the Markdown file with its results.
+
+    Args:
+        labels: the rows to train; empty for all.
+    """
     source = open_recipe(name, kind=TableSpec)
-    require_data([recipe for _, recipe in rows(source, budget, changes)], folders)  # all rows are checked first
-    folder = new_request("reproduce.json", name, source, budget, changes, folders, parent, machine)
+    pairs = chosen(rows(source, budget, changes), labels, source.name)
+    require_data([recipe for _, recipe in pairs], folders)  # all rows are checked first
+    request = {"rows": list(labels)} if labels else {}
+    folder = new_request("reproduce.json", name, source, budget, changes, folders, parent, machine, **request)
     return continue_table(folder, machine, trust=ANYTHING)
 
 
@@ -80,7 +93,8 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
     table: TableSpec = source.read(TableSpec)
     lines: list[dict[str, Any]] = []
     origins: dict[str, dict[str, Any] | None] = {}  # of the first seed of every training
-    pairs = rows(source, budget, asked["changes"])
+    every = rows(source, budget, asked["changes"])
+    pairs = chosen(every, asked.get("rows", ()), source.name)
     recipes = [recipe for _, recipe in pairs]
     introduce(table, budget, recipes, source, machine)
     if table.distances is not None:
@@ -90,7 +104,7 @@ def continue_table(folder: Path, machine: Machine, folders: Sequence[Path] = (),
             if machine.leads:
                 print(f"== {row.label} ({row.recipe})", flush=True)
             # Rows that differ only in their metric share one training run.
-            number = next(i for i, other in enumerate(recipes, 1) if other.tables == recipe.tables)
+            number = next(i for i, (_, other) in enumerate(every, 1) if other.tables == recipe.tables)
             trained = trained_in(folder, f"row-{number}", recipe, machine, places, trust_words(*recipes))
             if table.distances is not None and machine.leads:
                 add_distances(trained, machine, table.distances, places)
@@ -143,6 +157,17 @@ def rows(source: RecipeFile, budget: str | None, changes: Sequence[str]) -> list
         check(recipe)
         pairs.append((row, recipe))
     return pairs
+
+
+def chosen(pairs: list[tuple[Row, RecipeFile]], labels: Sequence[str], table: str) -> list[tuple[Row, RecipeFile]]:
+    """Return the rows with these labels, and those that share their training runs; all rows if there are no labels."""
+    known = [row.label for row, _ in pairs]
+    for label in labels:
+        if label not in known:
+            near, every = did_you_mean(label, known), ", ".join(map(repr, dict.fromkeys(known)))
+            raise RecipeError(f"{table} has no row {label!r}; {near}its rows are {every}.")
+    trained = [recipe.tables for row, recipe in pairs if row.label in labels]
+    return [(row, recipe) for row, recipe in pairs if not labels or recipe.tables in trained]
 
 
 def measured(row: Row, folder: Path) -> dict[str, Any]:
@@ -356,13 +381,14 @@ def new_request(
     folders: Sequence[Path],
     parent: Path,
     machine: Machine,
+    **more: Any,
 ) -> Path:
     """Make a new folder for a table or figure, with a file of the request, from which it can be continued."""
     folder = machine.share(new_folder(parent, source.name) if machine.leads else None)
     if machine.leads:
         full_name = str(Path(name).resolve()) if source.folder else name
         data = [str(path.resolve()) for path in folders]
-        write_json(folder / file, {"name": full_name, "budget": budget, "changes": list(changes), "data": data})
+        write_json(folder / file, {"name": full_name, "budget": budget, "changes": list(changes), "data": data} | more)
     machine.wait()
     return folder
 
