@@ -99,7 +99,7 @@ def curve_styles(colors: Sequence[Any]) -> list[CurveStyle]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.title}
+    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.full_title}
 
 
 def tell_apart(measured: Sequence[dict[str, Any]], runs: Sequence[Run]) -> None:

@@ -96,6 +96,12 @@ def test_every_row_of_every_table_has_a_line(page):
 
 
 @HERE
+def test_what_was_not_run_says_why(page):
+    bare = [line for line in page.text.split("\n") if re.search(r"\| not (run|drawn) \|", line)]
+    claims_and_counts = [line for line in bare if "| **not run** |" in line or line.startswith("| paper |")]
+    assert [line for line in bare if line not in claims_and_counts] == []
+
+
 def test_an_origin_written_by_hand_is_of_a_file_that_records_none():
     stored = read_stored(RESULTS)
     for name in stored.noted:
@@ -201,6 +207,17 @@ def test_what_was_not_run_says_so_and_keeps_its_command(tmp_path):
         f"| {FC} | accuracy | 98.1% ± 0.1% | not run | - | 0 of 40 | - | - | - | - | "
         "`equipoise train mondeq/mnist-fc seeds=3` |"
     )
+
+
+def test_the_reason_is_that_of_the_row_or_else_that_of_the_table_or_figure(tmp_path):
+    (tmp_path / "results").mkdir()
+    deqs = "mondeq/plain-deq"
+    (slow,) = line_of(tmp_path, "CIFAR-10, multi-tier, monotone", deqs)
+    assert "| accuracy | - | not run: takes days of a CPU core | - | 0 of 40 |" in slow
+    (quick,) = line_of(tmp_path, "MNIST, single convolution, monotone, Anderson", deqs)
+    assert "| not run: takes hours of a CPU core |" in quick
+    text = results_page(tmp_path / "results", tmp_path / "docs" / "results.md").text
+    assert "| not drawn: takes hours of a CPU core | `equipoise figure mondeq/figure-f2` |" in text
 
 
 def test_other_changes_do_not_fill_a_row(tmp_path):

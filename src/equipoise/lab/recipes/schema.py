@@ -20,6 +20,7 @@ class Paper:
     system: str = ""  # "mondeq", "mdeq", ...
     aim: str = ""  # the number to reach, and where it is printed
     note: str = ""
+    not_run: str = ""  # why rows of a table, or a figure, without a stored result were not run
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,13 @@ class Recipe:
     seeds: Count = 1  # number of runs, with seed, seed + 1, ...
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes by dotted key: smoke, small, ...
 
+    @property
+    def full_title(self) -> str:
+        """The title, followed by the size of the images if they are resized and the title does not say so."""
+        size = self.data.options.get("size")
+        told = not isinstance(size, int) or f"{size}x{size}" in self.title
+        return self.title if told else f"{self.title}, images of {size}x{size}"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -129,6 +137,7 @@ class Row:
     paper: float | None = None
     spread: float | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    not_run: str = ""  # why this row was not run, if it is not for the reason of the table
 
 
 @dataclass(frozen=True)

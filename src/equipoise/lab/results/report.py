@@ -111,7 +111,7 @@ def page(summaries: list[RunSummary], markdown_name: str) -> str:
 
 
 def title_of(summaries: list[RunSummary]) -> str:
-    return summaries[0].recipe.title if len(summaries) == 1 else f"Comparison of {len(summaries)} runs"
+    return summaries[0].recipe.full_title if len(summaries) == 1 else f"Comparison of {len(summaries)} runs"
 
 
 def run_part(summary: RunSummary) -> dict[str, Any]:

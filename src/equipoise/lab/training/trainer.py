@@ -205,6 +205,11 @@ def described(machine: Machine, folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
+def median_steps(solver: dict[str, Any]) -> str:
+    median = solver["steps"]["median"]
+    return f"{median} step{'' if median == 1 else 's'}"
+
+
 def finish_run(
     run: Run, machine: Machine, folders: Sequence[Path], source: RecipeFile | None = None, report: Report | None = None
 ) -> None:
@@ -216,7 +221,7 @@ def finish_run(
         if isinstance(value, int | float):
             print(f"{'test ' + name:<17} {format_metric(name, value)}")
     for direction, numbers in result["test"].get("solver", {}).items():
-        print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {numbers['steps']['median']} steps")
+        print(f"{direction} solves    {1 - numbers['failed']:.1%} converged, median {median_steps(numbers)}")
     print(f"run               {run.folder}")
     if report:
         report([run], None)
@@ -651,7 +656,7 @@ class Trainer:
         count, data, position = parameter_count(self.learner.model), self.data, self.state.position
         held = f", {len(data.val)} for validation" if data.val is not None else ""
         self.log.show(
-            f"{self.recipe.title}: {count:,} parameters; {data.name}: {len(data.train)} training samples{held}"
+            f"{self.recipe.full_title}: {count:,} parameters; {data.name}: {len(data.train)} training samples{held}"
         )
         if data.note:
             self.log.show(f"note: {data.note}")
@@ -673,7 +678,7 @@ class Trainer:
                 numbers = {name: value for name, value in record[split].items() if name != "solver"}
                 text += f"  {split} " + " ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         for direction, numbers in record["train"]["solver"].items():
-            text += f"  {direction} {numbers['steps']['median']} steps"
+            text += f"  {direction} {median_steps(numbers)}"
             if numbers["failed"] and self.learner.solves_to_the_end:
                 text += f" ({numbers['failed']:.1%} failed)"
         samples = len(self.data.train) * record["epoch"]
