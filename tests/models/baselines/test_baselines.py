@@ -144,6 +144,7 @@ REFUSED = {
     "kind": ("plain-deq", {"kind": "dense"}, "PlainDEQ.kind is 'dense'; allowed: 'conv', 'multitier'"),
     "tiers": ("plain-deq", {"channels": (3, 4)}, r"channels is \(3, 4\); for kind 'conv' it must be one whole number"),
     "no tiers": ("plain-deq", {"kind": "multitier", "channels": 4}, "for kind 'multitier' it must be a list of whole"),
+    "empty": ("plain-deq", {"kind": "multitier", "channels": ()}, r"channels is \(\); for kind 'multitier' it must be"),
     "pool": ("unrolled", {"pool": 9}, "pool is 9; it must be a whole number of at least 1 and at most 8"),
     "steps": ("unrolled", {"steps": 0}, "steps is 0; it must be a whole number of at least 1"),
     "blocks": ("resnet", {"blocks": (1, 1)}, "blocks has 2 entries, but channels has 3 stages"),

@@ -87,9 +87,8 @@ class WeightTied(ImageClassifier, ABC):
         require(self, "kind", among=KINDS)
         several = kind == "multitier"
         tiers = tuple(channels) if several and isinstance(channels, tuple | list) else (channels,)
-        if several != isinstance(channels, tuple | list) or not all(
-            is_number(n, at_least=1, whole=True) for n in tiers
-        ):
+        valid = len(tiers) > 0 and all(is_number(n, at_least=1, whole=True) for n in tiers)
+        if several != isinstance(channels, tuple | list) or not valid:
             wanted = "a list of whole numbers, one for each tier" if several else "one whole number"
             raise ValueError(f"channels is {channels!r}; for kind {kind!r} it must be {wanted}.")
         require_number("pool", pool, at_least=1, at_most=min(shape[1:]), whole=True)
