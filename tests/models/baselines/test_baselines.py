@@ -150,6 +150,7 @@ REFUSED = {
     "blocks": ("resnet", {"blocks": (1, 1)}, "blocks has 2 entries, but channels has 3 stages"),
     "channels": ("resnet", {"channels": (4, 0, 4)}, r"channels is \(4, 0, 4\); it must be a list of whole numbers"),
     "head": ("hrnet", {"channels": (4, 4)}, "head_channels has 4 entries, but channels has 2: give one per branch"),
+    "branch": ("hrnet", {"channels": (4,), "head_channels": (4,)}, r"channels is \[4\]; it must have at least 2"),
     "downsamplings": ("hrnet", {"downsamplings": 3}, "downsamplings is 3; .* at least 0 and at most 2"),
 }
 

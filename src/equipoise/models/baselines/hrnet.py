@@ -48,6 +48,8 @@ class HRNetSize:
         if len(self.head_channels) != len(self.channels):
             given = f"head_channels has {len(self.head_channels)} entries"
             raise ValueError(f"{given}, but channels has {len(self.channels)}: give one per branch.")
+        if len(self.channels) < 2:
+            raise ValueError(f"channels is {list(self.channels)}; it must have at least 2 entries, one per branch.")
         for name in ("final_channels", "stem", "bottleneck", "blocks"):
             require(self, name, at_least=1, whole=True)
         require(self, "downsamplings", at_least=0, at_most=2, whole=True)
