@@ -169,7 +169,9 @@ def test_a_ratio_has_the_spread_of_its_parts(tmp_path):
     comparison = Comparison(ValueSpec(row=CONV, over={"row": FC}), "above", number(1.9))
     verdict = judge(claim(comparison, any_budget=True), stored)
     assert verdict.mark == Mark.NOT_AT_THIS_BUDGET
-    assert "> 1.9 by more than 0.63: within the margin" in verdict.reasons[0][0]
+    ((said, files),) = verdict.reasons
+    assert "> 1.9 by more than 0.63: within the margin" in said
+    assert files == ["mondeq/mnist-conv.seed-0.result.json", "mondeq/mnist-fc.seed-0.result.json"]
 
 
 def test_a_ratio_to_zero_has_no_value(tmp_path):

@@ -103,7 +103,7 @@ class Value:
 
     number: Number | None
     text: str
-    file: str = ""
+    files: tuple[str, ...] = ()
     full: bool = True  # measured at the paper's budget, or printed in the paper
 
 
@@ -138,7 +138,7 @@ def judge(claim: Claim, stored: Stored) -> Verdict:
     missing: list[str] = []
     for comparison in claim.holds:
         left, right = value_of(comparison.left, stored), value_of(comparison.right, stored)
-        files = [value.file for value in (left, right) if value.file]
+        files = [*left.files, *right.files]
         if left.number is None or right.number is None:
             missing += [value.text for value in (left, right) if value.number is None]
             continue
@@ -183,13 +183,14 @@ def value_of(spec: ValueSpec, stored: Stored) -> Value:
     if spec.over is None:
         return value
     below = value_of(read(ValueSpec, spec.over, (), Where("claims")), stored)
+    files = (*value.files, *below.files)
     if value.number is None or below.number is None:
         return value if value.number is None else below
     if not below.number.mean:
-        return Value(None, f"{value.text} / {below.text}, which has no value", value.file or below.file)
+        return Value(None, f"{value.text} / {below.text}, which has no value", files)
     ratio = quotient(value.number, below.number)
     text = f"{ratio.mean:.3g} ({value.text} / {below.text})"
-    return Value(ratio, text, value.file or below.file, value.full and below.full)
+    return Value(ratio, text, files, value.full and below.full)
 
 
 def quotient(above: Number, below: Number) -> Number:
@@ -242,9 +243,9 @@ def row_value(spec: ValueSpec, stored: Stored) -> Value:
 def measured_value(measurement: Measurement, label: str, metric: str, full: bool) -> Value:
     number = measurement.numbers.get(metric)
     if number is None:
-        return Value(None, f"{metric} of {label}", measurement.file)
+        return Value(None, f"{metric} of {label}", (measurement.file,))
     spread = "" if number.spread is None else f" ± {format_metric(metric, number.spread)}"
-    return Value(number, f"{format_metric(metric, number.mean)}{spread} ({label})", measurement.file, full)
+    return Value(number, f"{format_metric(metric, number.mean)}{spread} ({label})", (measurement.file,), full)
 
 
 def file_value(spec: ValueSpec, stored: Stored) -> Value:
@@ -263,7 +264,7 @@ def file_value(spec: ValueSpec, stored: Stored) -> Value:
         )
     take = {"only": max, "least": min, "most": max, "mean": lambda n: reduce(operator.add, n) / len(n)}[spec.take]
     number = Number(take(numbers))
-    return Value(number, f"{number.mean:.4g}", spec.file, full=False)
+    return Value(number, f"{number.mean:.4g}", (spec.file,), full=False)
 
 
 def step(place: Any, key: str) -> list[Any]:
