@@ -117,6 +117,35 @@ def test_the_longest_budget_counts(tmp_path):
     assert value.full
 
 
+def test_a_row_at_the_budget_of_the_paper_does_not_beat_one_that_is_not(tmp_path):
+    """However large the difference is; unless the claim does not depend on the budget."""
+    stored_fc(tmp_path, (0.5,))
+    stored = stored_fc(tmp_path, (0.9,), None, 40, "mnist-conv")
+    ratio = Comparison(ValueSpec(row=CONV, over={"row": FC}), "above", number(1))
+    for holds in (Comparison(ValueSpec(row=CONV), "above", ROW), Comparison(ROW, "above", ValueSpec(row=CONV)), ratio):
+        verdict = judge(claim(holds), stored)
+        assert verdict.mark == Mark.NOT_AT_THIS_BUDGET
+        assert verdict.reasons[0][0].endswith(", at different budgets")
+    assert mark(tmp_path, Comparison(ValueSpec(row=CONV), "above", ROW), stored=stored, any_budget=True) == "confirmed"
+    assert mark(tmp_path, Comparison(ValueSpec(row=CONV), "above", number(0.8)), stored=stored) == Mark.CONFIRMED
+    assert mark(tmp_path, Comparison(ROW, "reaches", ValueSpec(row=FC, paper=True)), stored=stored) != Mark.CONFIRMED
+
+
+def test_rows_are_compared_at_a_budget_that_both_have(tmp_path):
+    stored_fc(tmp_path, (0.5,))
+    stored_fc(tmp_path, (0.4,), name="mnist-conv")
+    made = origin("equipoise train mondeq/mnist-conv", "mondeq/mnist-conv", None)
+    store(tmp_path, "mondeq/long.result.json", result(0.9, epochs=40, origin=made))
+    stored = read_stored(tmp_path)
+    verdict = judge(claim(Comparison(ValueSpec(row=CONV, over={"row": FC}), "above", number(1))), stored)
+    assert verdict.reasons[0][0].startswith("0.8 (40.00% (MNIST, single convolution, 84K) / 50.00% (")
+    verdict = judge(claim(Comparison(ValueSpec(row=CONV), "above", ROW)), stored)
+    assert verdict.reasons[0][0].startswith("40.00% (MNIST, single convolution, 84K) > 50.00% (")
+    alone = value_of(ValueSpec(row=CONV), stored).number
+    assert alone is not None
+    assert alone.mean == 0.9
+
+
 CONTENT = {"runs": [{"name": "a", "curve": [3.0, 2.0], "steps": None}, {"name": "b", "curve": [5.0, 1.0]}], "0.1": 7}
 
 

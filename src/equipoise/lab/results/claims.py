@@ -7,6 +7,7 @@ values that must all hold. A mark is computed from these alone; nobody writes it
 import math
 import operator
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from equipoise.lab.files import read_json
 from equipoise.lab.recipes.reading import RecipeError, Where, kind_of, read
-from equipoise.lab.recipes.schema import TableSpec
+from equipoise.lab.recipes.schema import Row, TableSpec
 from equipoise.lab.results.stored import Measurement, Number, Stored, opened, read_log
 from equipoise.lab.results.table_rows import Cell, cells_of, epochs_of
 from equipoise.lab.training.evaluate import format_metric
@@ -105,6 +106,7 @@ class Value:
     text: str
     files: tuple[str, ...] = ()
     full: bool = True  # measured at the paper's budget, or printed in the paper
+    mixed: bool = False  # quotient of a number measured at the paper's budget and one that was not
 
 
 @dataclass(frozen=True)
@@ -129,23 +131,27 @@ def read_claims(path: Path) -> ClaimList:
 def judge(claim: Claim, stored: Stored) -> Verdict:
     """Compare the stored values of a claim, and mark it.
 
-    Not run: a value is missing. Confirmed: every comparison holds. Refuted: one fails, although its values were
-    measured at the paper's budget or the claim does not depend on the budget. Otherwise the results do not decide it.
+    Not run: a value is missing. Confirmed: every comparison holds, and none is of a value measured at the paper's
+    budget with one that was not. Refuted: one fails, although its values were measured at the paper's budget. Neither
+    budget matters if the claim does not depend on it. Otherwise the results do not decide it.
     """
     outcomes: list[bool | None] = []
     final: list[bool] = []
     reasons: list[tuple[str, list[str]]] = []
     missing: list[str] = []
     for comparison in claim.holds:
-        left, right = value_of(comparison.left, stored), value_of(comparison.right, stored)
+        budgets = shared_budget(comparison, stored)
+        left, right = (value_of(spec, stored, budgets) for spec in (comparison.left, comparison.right))
         files = [*left.files, *right.files]
         if left.number is None or right.number is None:
             missing += [value.text for value in (left, right) if value.number is None]
             continue
         outcome, margin = compare(comparison, left.number, right.number)
-        outcomes.append(outcome)
+        unequal = not claim.any_budget and (left.mixed or right.mixed or at_different_budgets(left, right))
+        outcomes.append(None if unequal else outcome)
         final.append(left.full and right.full)
         says = {True: "holds", False: "fails", None: "within the margin"}[outcome]
+        says += ", at different budgets" if unequal else ""
         points = "%" in left.text and comparison.left.over is None
         amount = f"{100 * margin:.2g} points" if points else f"{margin:.2g}"
         by = f" {'up to' if comparison.rule in ('reaches', 'within') else 'by more than'} {amount}" if margin else ""
@@ -177,12 +183,33 @@ def compare(comparison: Comparison, left: Number, right: Number) -> tuple[bool |
 # Values
 
 
-def value_of(spec: ValueSpec, stored: Stored) -> Value:
-    """Look up a stored value."""
-    value = plain_value(spec, stored)
-    if spec.over is None:
+def shared_budget(comparison: Comparison, stored: Stored) -> list[str | None]:
+    """Return the budget, in a list, at which all rows of a comparison were measured; with the most epochs of several.
+
+    An empty list if there is none.
+    """
+    specs = [spec for side in (comparison.left, comparison.right) for spec in parts_of(side)]
+    rows = [measured_rows(spec, stored) for spec in specs if spec.row and not spec.paper]
+    epochs = [{cell.budget: epochs_of(cell.tables) for cell in cells} for cells in rows]
+    shared = [budget for budget in epochs[0] if all(budget in row for row in epochs)] if epochs else []
+    return sorted(shared, key=lambda budget: (budget is None, sum(row[budget] for row in epochs)))[-1:]
+
+
+def parts_of(spec: ValueSpec) -> list[ValueSpec]:
+    """Return a value and the one that it is divided by, if any."""
+    return [spec] if spec.over is None else [spec, *parts_of(read(ValueSpec, spec.over, (), Where("claims")))]
+
+
+def value_of(spec: ValueSpec, stored: Stored, budgets: Sequence[str | None] = ()) -> Value:
+    """Look up a stored value.
+
+    Args:
+        budgets: budgets at which rows are looked up, if they were measured at one of them.
+    """
+    value, (_, *divisors) = plain_value(spec, stored, budgets), parts_of(spec)
+    if not divisors:
         return value
-    below = value_of(read(ValueSpec, spec.over, (), Where("claims")), stored)
+    below = value_of(divisors[0], stored, budgets)
     files = (*value.files, *below.files)
     if value.number is None or below.number is None:
         return value if value.number is None else below
@@ -190,7 +217,13 @@ def value_of(spec: ValueSpec, stored: Stored) -> Value:
         return Value(None, f"{value.text} / {below.text}, which has no value", files)
     ratio = quotient(value.number, below.number)
     text = f"{ratio.mean:.3g} ({value.text} / {below.text})"
-    return Value(ratio, text, files, value.full and below.full)
+    mixed = value.mixed or below.mixed or at_different_budgets(value, below)
+    return Value(ratio, text, files, value.full and below.full, mixed)
+
+
+def at_different_budgets(value: Value, other: Value) -> bool:
+    """Return whether one of two measured values was measured at the paper's budget and the other one was not."""
+    return bool(value.files and other.files) and value.full != other.full
 
 
 def quotient(above: Number, below: Number) -> Number:
@@ -201,11 +234,11 @@ def quotient(above: Number, below: Number) -> Number:
     return Number(mean, math.hypot(above.spread or 0.0, mean * (below.spread or 0.0)) / abs(below.mean))
 
 
-def plain_value(spec: ValueSpec, stored: Stored) -> Value:
+def plain_value(spec: ValueSpec, stored: Stored, budgets: Sequence[str | None]) -> Value:
     if spec.number is not None:
         return Value(Number(spec.number), f"{spec.number:.4g}")
     if spec.row:
-        return row_value(spec, stored)
+        return row_value(spec, stored, budgets)
     if spec.run:
         if spec.run not in stored.runs:
             return Value(None, f"the run {spec.run}")
@@ -216,28 +249,45 @@ def plain_value(spec: ValueSpec, stored: Stored) -> Value:
     return file_value(spec, stored)
 
 
-def row_value(spec: ValueSpec, stored: Stored) -> Value:
+def row_value(spec: ValueSpec, stored: Stored, budgets: Sequence[str | None]) -> Value:
     """Look up a row; among results with several budgets, the one with the most epochs counts."""
-    name, _, label = (part.strip() for part in spec.row.partition(": "))
-    source = opened(name)
-    if source is None or kind_of(source) is not TableSpec:
-        return Value(None, f"there is no table {name}")
-    table: TableSpec = source.read(TableSpec)
-    rows = [row for row in table.rows if row.label == label]
-    if not rows:
-        return Value(None, f"{name} has no row {label!r}")
-    row = next((row for row in rows if row.metric == spec.metric), rows[0])
+    found = row_of(spec)
+    if isinstance(found, str):
+        return Value(None, found)
+    _, _, row = found
     metric = spec.metric or row.metric
     if spec.paper:
         if row.paper is None:
-            return Value(None, f"the paper's number of {label!r}")
+            return Value(None, f"the paper's number of {row.label!r}")
         return Value(Number(row.paper, row.spread), f"{format_metric(metric, row.paper)} in the paper")
-    cells = [cell for cell in cells_of(name, table, row, stored) if cell.measurement is not None]
+    cells = measured_rows(spec, stored)
     if not cells:
-        return Value(None, f"{label}, {metric}")
-    cell: Cell = max(cells, key=lambda cell: (cell.budget is None, epochs_of(cell.tables)))
+        return Value(None, f"{row.label}, {metric}")
+    cells = [cell for cell in cells if cell.budget in budgets] or cells
+    cell = max(cells, key=lambda cell: (cell.budget is None, epochs_of(cell.tables)))
     assert cell.measurement is not None
-    return measured_value(cell.measurement, label, metric, cell.full)
+    return measured_value(cell.measurement, row.label, metric, cell.full)
+
+
+def row_of(spec: ValueSpec) -> tuple[str, TableSpec, Row] | str:
+    """Return the name of a table, the table and its row, or a sentence that says what there is not."""
+    name, _, label = (part.strip() for part in spec.row.partition(": "))
+    source = opened(name)
+    if source is None or kind_of(source) is not TableSpec:
+        return f"there is no table {name}"
+    table: TableSpec = source.read(TableSpec)
+    rows = [row for row in table.rows if row.label == label]
+    if not rows:
+        return f"{name} has no row {label!r}"
+    return name, table, next((row for row in rows if row.metric == spec.metric), rows[0])
+
+
+def measured_rows(spec: ValueSpec, stored: Stored) -> list[Cell]:
+    """Return a row at every budget at which it was measured; those without the metric only if there are no others."""
+    found = row_of(spec)
+    cells = [] if isinstance(found, str) else [cell for cell in cells_of(*found, stored) if cell.measurement]
+    metric = spec.metric or ("" if isinstance(found, str) else found[2].metric)
+    return [cell for cell in cells if cell.measurement and metric in cell.measurement.numbers] or cells
 
 
 def measured_value(measurement: Measurement, label: str, metric: str, full: bool) -> Value:

@@ -29,11 +29,13 @@ behind them. It has every claim, table and figure of the papers; what was not ru
 keeps its command.
 
 **Claims.** A claim is marked by comparing stored numbers, with the comparison shown. Numbers of several seeds are
-compared up to their standard deviations, sqrt(a² + b²), and single runs up to the margin shown.
+compared up to their standard deviations, sqrt(a² + b²), and single runs up to the margin shown. Rows of a comparison
+are those of one budget, if there is one at which all were measured.
 
 - **confirmed**: every comparison holds.
 - **refuted**: a comparison fails at the budget of the paper, or whatever the budget.
-- **not at this budget**: a comparison fails or is too close to decide, with models trained for less than in the paper.
+- **not at this budget**: a comparison is too close to decide, or it fails with models trained for less than in the
+  paper, or only some of its values were measured at the budget of the paper.
 - **not run**: a number is missing.
 
 **Rows.** "here" is the mean, with the sample standard deviation if there are several seeds. "6 of 40 (small)" is the
