@@ -398,6 +398,17 @@ def test_figures_of_the_log_are_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("failed", "said"), [(0.0, "100%"), (1e-6, "99.99%"), (0.004, "99.60%"), (0.9996, "0.04%"), (1.0, "0%")]
+)
+def test_all_solves_converged_only_if_none_failed(tmp_path, failed, said):
+    content = result(origin=origin())
+    content["test"]["solver"]["forward"]["failed"] = failed
+    store(tmp_path, "mondeq/mnist-fc.result.json", content)
+    text = "\n".join(Writer(read_stored(tmp_path), "..").runs_part("mondeq", "monDEQ"))
+    assert f"| {said} converged, median 1 step |" in text
+
+
+@pytest.mark.parametrize(
     ("file", "content", "said"),
     [
         ("mondeq/mnist-fc.result.json", "{", "mnist-fc.result.json is damaged: it is not JSON"),

@@ -229,7 +229,7 @@ class Writer:
         if "median steps" in run.numbers:
             steps = run.numbers["median steps"].mean
             unit = "step" if steps == 1 else "steps"
-            solves = f"{run.numbers['converged'].mean:.0%} converged, median {steps:g} {unit}"
+            solves = f"{share_converged(run.numbers['converged'].mean)} converged, median {steps:g} {unit}"
         calls = run.numbers.get("evaluations per minibatch")
         links = ", ".join([self.link(run.file), *(self.link(log, "log") for log in run.logs)])
         parameters = "-" if run.parameters is None else f"{run.parameters:,}"
@@ -284,6 +284,11 @@ def numbered(name: str) -> list[tuple[int, str]]:
 
 def is_share(metric: str) -> bool:
     return "accuracy" in metric or "IoU" in metric
+
+
+def share_converged(share: float) -> str:
+    """Format a share, which is 100% only if no solve failed."""
+    return f"{share:.0%}" if share in (0, 1) else f"{min(share, 0.9999):.2%}"
 
 
 def measured(metric: str, number: Number) -> str:
