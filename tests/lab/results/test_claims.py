@@ -238,6 +238,16 @@ def test_a_run_with_changes_is_not_at_the_budget_of_the_paper(tmp_path, command,
     assert value.full is full
 
 
+@pytest.mark.parametrize("spec", [ROW, ValueSpec(run="mondeq/mnist-fc", metric="accuracy")])
+def test_a_run_of_an_earlier_recipe_is_not_at_the_budget_of_the_paper(tmp_path, spec):
+    made = origin("equipoise train mondeq/mnist-fc", budget=None)
+    for limit, full in ((None, True), (100, False)):
+        if limit is not None:
+            made["tables"]["data"]["limit"] = limit  # which the recipe has no longer
+        store(tmp_path, "mondeq/mnist-fc.result.json", result(0.5, epochs=40, origin=made))
+        assert value_of(spec, read_stored(tmp_path)).full is full
+
+
 def test_a_mistake_in_a_file_of_claims_is_located(tmp_path):
     path = tmp_path / "claims.toml"
     path.write_text('[[claims]]\nclaim = "A"\nwhere = "B"\n[[claims.holds]]\nleft = {number = 1}\nrule = "abov"\n')

@@ -145,7 +145,12 @@ class Measurement:
     def full(self) -> bool:
         """Whether it was trained with the paper's budget and nothing was changed that matters."""
         published = recipe_tables(self.asked.recipe, None)
-        return published is not None and self.recipe_today is not None and same(self.recipe_today, published)
+        asked_for = published is not None and self.recipe_today is not None and same(self.recipe_today, published)
+        return asked_for and self.trained_as(published)
+
+    def trained_as(self, tables: dict[str, Any] | None) -> bool:
+        """Return whether these tables were trained, as far as that is recorded; a recipe may change after training."""
+        return self.origin is None or (tables is not None and same(self.origin["tables"], tables))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class Cell:
     def full(self) -> bool:
         """Whether it was measured at the paper's budget."""
         found = self.measurement
-        return found is not None and self.budget is None and (found.epochs or 0) >= epochs_of(self.published)
+        if found is None or self.budget is not None or not found.trained_as(self.published):
+            return False
+        return (found.epochs or 0) >= epochs_of(self.published)
 
     @property
     def moved(self) -> list[str] | None:
