@@ -220,6 +220,34 @@ def test_the_reason_is_that_of_the_row_or_else_that_of_the_table_or_figure(tmp_p
     assert "| not drawn: takes hours of a CPU core | `equipoise figure mondeq/figure-f2` |" in text
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("equipoise reproduce mondeq/table1 --budget small", "mondeq/mnist-fc"),
+        ("equipoise figure mondeq/figure2 --budget small samples=7", "mondeq/mnist-multitier"),
+        ("equipoise figure mdeq/figure6 --budget small data.limit=9", "mdeq/camvid-small"),
+    ],
+)
+def test_a_run_of_a_table_or_figure_is_current_while_its_recipe_is(tmp_path, command, name):
+    made = origin(command, name)
+    if "data.limit=9" in command:
+        made["tables"]["data"]["limit"] = 9
+    for rate, moved in ((None, []), (0.5, ["recipe"])):
+        if rate is not None:
+            made["tables"]["optimizer"]["lr"] = rate
+        store(tmp_path, f"{name}.result.json", result(0.9812, origin=made))
+        run = read_stored(tmp_path).runs[name]
+        assert run.moved(run.recipe_today) == moved
+
+
+def test_a_run_of_a_table_fills_its_row(tmp_path):
+    made = origin("equipoise reproduce mondeq/table1 --budget small")
+    store(tmp_path, "mondeq/mnist-fc.result.json", result(0.9812, origin=made))
+    (line,) = line_of(tmp_path, FC)
+    assert "| [98.12%](" in line
+    assert "| current | `equipoise reproduce mondeq/table1 --budget small` |" in line
+
+
 def test_other_changes_do_not_fill_a_row(tmp_path):
     command = "equipoise train mondeq/mnist-fc --budget small optimizer.lr=0.5"
     store(tmp_path, "mondeq/mnist-fc.result.json", result(origin=origin(command)))

@@ -16,8 +16,8 @@ import re
 import shlex
 import statistics
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ from equipoise.lab.recipes.reading import (
     Where,
     change,
     entries,
+    kind_of,
     open_recipe,
     parse_override,
     read,
 )
-from equipoise.lab.recipes.schema import Row, TableSpec
+from equipoise.lab.recipes.schema import FigureSpec, Recipe, Row, TableSpec
 from equipoise.lab.runs.folder import ORIGIN, RESULT, read_record
 from equipoise.options import is_number
 
@@ -125,8 +126,14 @@ class Measurement:
 
     @cached_property
     def recipe_today(self) -> dict[str, Any] | None:
-        """The tables that the command would train today; None if there is no such recipe or budget any more."""
-        return recipe_tables(self.asked.recipe, self.asked.budget, map(parse_override, self.asked.changes))
+        """The tables that the command would train today; None if there is no such recipe or budget any more.
+
+        Of the recipes of a table or figure, it is the one that was trained, if that is still one of them.
+        """
+        every = list(trained_today(self.asked))
+        if len(every) > 1:
+            every = [tables for tables in every if self.origin is not None and same(self.origin["tables"], tables)]
+        return every[0] if every else None
 
     def moved(self, recipe: dict[str, Any] | None) -> list[str] | None:
         """Return what has changed since the training run: "recipe", files of the package; None if it is not recorded.
@@ -242,6 +249,23 @@ def row_tables(row: Row, table: TableSpec, budget: str | None, changes: list[str
     """
     others = [*dotted(row.changes), *dotted(table.budget.get(budget or "", {})), *map(parse_override, changes)]
     return recipe_tables(row.recipe, budget, others)
+
+
+def trained_today(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Yield the tables of every recipe that a command trains: one, or those of a table or figure."""
+    source = opened(asked.recipe)
+    kind = Recipe if source is None else kind_of(source)
+    if source is not None and kind is TableSpec:
+        table: TableSpec = source.read(TableSpec)
+        found = [row_tables(row, table, asked.budget, list(asked.changes)) for row in table.rows]
+    elif source is not None and kind is FigureSpec:
+        sections = {part.name for part in fields(Recipe)}  # other changes are options of the figure
+        changes = [text for text in asked.changes if re.split(r"[.=]", text)[0] in sections]
+        recipes = [shlex.split(entry) for entry in source.read(FigureSpec).recipes]
+        found = [recipe_tables(name, asked.budget, map(parse_override, [*own, *changes])) for name, *own in recipes]
+    else:
+        found = [recipe_tables(asked.recipe, asked.budget, map(parse_override, asked.changes))]
+    yield from (tables for tables in found if tables is not None)
 
 
 def dotted(table: dict[str, Any]) -> list[tuple[str, Any]]:
