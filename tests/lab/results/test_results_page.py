@@ -248,6 +248,13 @@ def test_a_run_of_a_table_fills_its_row(tmp_path):
     assert "| current | `equipoise reproduce mondeq/table1 --budget small` |" in line
 
 
+def test_a_command_without_a_recipe_trained_the_default_one(tmp_path):
+    made = origin("equipoise train --budget smoke", "core/digits", "smoke")
+    store(tmp_path, "core/digits.result.json", result(origin=made))
+    run = read_stored(tmp_path).runs["core/digits"]
+    assert run.moved(run.recipe_today) == []
+
+
 def test_other_changes_do_not_fill_a_row(tmp_path):
     command = "equipoise train mondeq/mnist-fc --budget small optimizer.lr=0.5"
     store(tmp_path, "mondeq/mnist-fc.result.json", result(origin=origin(command)))

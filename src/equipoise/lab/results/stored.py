@@ -17,7 +17,7 @@ import shlex
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -328,11 +328,14 @@ def read_runs(folder: Path, name: str, files: list[str], noted: Noted) -> Measur
     numbers = {key: Number.of([column[key] for column in columns]) for key in shared}
     first, origin = results[0], results[0].get("origin")
     command = origin["command"] if origin else noted.command
+    asked = Asked.of(command, folder / files[0] if origin else folder / "origins.toml")
+    if origin and not asked.recipe:  # `equipoise train` has a default
+        asked = replace(asked, recipe=origin["recipe"])
     return Measurement(
         name=name,
         file=files[0],
         numbers=numbers,
-        asked=Asked.of(command, folder / files[0] if origin else folder / "origins.toml"),
+        asked=asked,
         command=command,
         epochs=first.get("epochs", int(figures[0].get("epochs", 0)) or None),
         seconds=sum(result["seconds"] for result in results),
