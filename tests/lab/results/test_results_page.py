@@ -14,7 +14,7 @@ from equipoise.lab.files import DamagedFile
 from equipoise.lab.recipes.build import source_digests
 from equipoise.lab.recipes.reading import RecipeError, open_recipe, parse_override, recipe_names, recipes_folder
 from equipoise.lab.recipes.schema import TableSpec
-from equipoise.lab.results.claims import read_claims
+from equipoise.lab.results.claims import Claim, Comparison, Mark, ValueSpec, judge, read_claims
 from equipoise.lab.results.results_page import Writer, difference, results_page
 from equipoise.lab.results.stored import Asked, Noted, opened, read_stored, recipe_tables, row_tables, same, stem_of
 from equipoise.lab.results.table_rows import cells_of, epochs_of, paper_tables
@@ -474,6 +474,28 @@ def test_files_that_are_no_text_are_named(tmp_path):
     (tmp_path / "origins.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(DamagedFile, match="origins.toml is not a UTF-8 text file: invalid start byte at byte 0"):
         read_stored(tmp_path)
+
+
+@pytest.mark.parametrize("accuracies", [(None,), (0.97, None)])
+def test_what_was_run_and_is_not_finite_says_so(tmp_path, accuracies):
+    for seed, accuracy in enumerate(accuracies):
+        store(tmp_path, f"mondeq/mnist-fc.seed-{seed}.result.json", result(accuracy, origin=origin()))
+    (line,) = line_of(tmp_path, FC)
+    assert "| [not finite](../results/mondeq/mnist-fc.seed-0.result.json) |" in line
+    assert f"| {len(accuracies)} | 12 of 40 (small) |" in line
+    stored = read_stored(tmp_path)
+    assert "| accuracy not finite |" in "\n".join(Writer(stored, "..").runs_part("mondeq", "monDEQ"))
+    comparison = Comparison(ValueSpec(row=f"mondeq/table1: {FC}"), "below", ValueSpec(number=2.0))
+    verdict = judge(Claim("A sentence.", "table 1", (comparison,), any_budget=True), stored)
+    assert verdict.mark == Mark.NOT_RUN
+    assert verdict.reasons == [(f"not run: accuracy of {FC}, which is not finite", [])]
+
+
+def test_a_row_of_a_table_that_is_not_finite_says_so(tmp_path):
+    row = {"label": "MOptEq", "recipe": "opteq/reduced-mopteq", "metric": "accuracy", "measured": None, "seeds": 3}
+    content = {"title": "T", "name": "opteq/reduced", "budget": "small", "rows": [{**row, "epochs": 1}]}
+    store(tmp_path, "opteq/reduced.table.json", content)
+    assert "| [not finite](" in line_of(tmp_path, "MOptEq", "opteq/reduced")[0]
 
 
 def test_true_is_not_an_accuracy(tmp_path):

@@ -131,9 +131,9 @@ def read_claims(path: Path) -> ClaimList:
 def judge(claim: Claim, stored: Stored) -> Verdict:
     """Compare the stored values of a claim, and mark it.
 
-    Not run: a value is missing. Confirmed: every comparison holds, and none is of a value measured at the paper's
-    budget with one that was not. Refuted: one fails, although its values were measured at the paper's budget. Neither
-    budget matters if the claim does not depend on it. Otherwise the results do not decide it.
+    Not run: a value is missing, or is not finite. Confirmed: every comparison holds, and none is of a value measured
+    at the paper's budget with one that was not. Refuted: one fails, although its values were measured at the paper's
+    budget. No budget matters if the claim does not depend on it. Otherwise the results do not decide it.
     """
     outcomes: list[bool | None] = []
     final: list[bool] = []
@@ -292,8 +292,9 @@ def measured_rows(spec: ValueSpec, stored: Stored) -> list[Cell]:
 
 def measured_value(measurement: Measurement, label: str, metric: str, full: bool) -> Value:
     number = measurement.numbers.get(metric)
-    if number is None:
-        return Value(None, f"{metric} of {label}", (measurement.file,))
+    if number is None or math.isnan(number.mean):
+        state = "" if number is None else ", which is not finite"
+        return Value(None, f"{metric} of {label}{state}", (measurement.file,))
     spread = "" if number.spread is None else f" ± {format_metric(metric, number.spread)}"
     return Value(number, f"{format_metric(metric, number.mean)}{spread} ({label})", (measurement.file,), full)
 

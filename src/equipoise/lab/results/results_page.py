@@ -3,6 +3,7 @@
 It is generated from the stored results alone, so it is the same on every machine and in every clone.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,7 @@ are those of one budget, if there is one at which all were measured.
 - **refuted**: a comparison fails at the budget of the paper, or whatever the budget.
 - **not at this budget**: a comparison is too close to decide, or it fails with models trained for less than in the
   paper, or only some of its values were measured at the budget of the paper.
-- **not run**: a number is missing.
+- **not run**: a number is missing, or is not finite.
 
 **Rows.** "here" is the mean, with the sample standard deviation if there are several seeds. "6 of 40 (small)" is the
 number of epochs trained, of those of the paper's recipe, with the budget. "time" covers all seeds, validation included.
@@ -295,6 +296,8 @@ def measured(metric: str, number: Number) -> str:
     """Format a mean, with its spread over several seeds."""
 
     def one(value: float) -> str:
+        if math.isnan(value):
+            return "not finite"
         if is_share(metric):
             return f"{value:.2%}"
         return f"{value:.2f} dB" if "psnr" in metric else format_metric(metric, value)

@@ -12,6 +12,7 @@
 """
 
 import copy
+import math
 import re
 import shlex
 import statistics
@@ -67,7 +68,10 @@ class Noted:
 
 @dataclass(frozen=True)
 class Number:
-    """A measured number: the mean over seeds, and their sample standard deviation if there are several."""
+    """A measured number: the mean over seeds, and their sample standard deviation if there are several.
+
+    NaN if it was not finite, with one of the seeds at least.
+    """
 
     mean: float
     spread: float | None = None
@@ -75,7 +79,7 @@ class Number:
 
     @classmethod
     def of(cls, values: list[float]) -> "Number":
-        spread = statistics.stdev(values) if len(values) > 1 else None
+        spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
         return cls(statistics.fmean(values), spread, len(values))
 
 
@@ -371,9 +375,8 @@ def read_table(folder: Path, file: str, noted: dict[str, Noted]) -> StoredTable:
     words = ["equipoise", "reproduce", name, *(["--budget", budget] if budget else []), *changes]
     rows = {}
     for line in content["rows"]:
-        if line["measured"] is None:
-            continue
-        value = Number(line["measured"], line.get("spread"), line["seeds"])
+        measured = math.nan if line["measured"] is None else line["measured"]
+        value = Number(measured, line.get("spread"), line["seeds"])
         place = line.get("folder", "").partition("/")[0]
         logs = sorted(folder.glob(f"{stem_of(file)}.{place}.*log.jsonl")) if place else []
         costs = with_total({key: cost for key, cost in line.get("costs", {}).items() if cost is not None})
@@ -414,7 +417,9 @@ def read_evaluation(stored: Stored, name: str, noted: Noted) -> Measurement:
 
 
 def numeric(metrics: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if is_number(value)}
+    """Return the numbers among metrics, and NaN for null, which stands for a number that was not finite."""
+    numbers = {key: math.nan if value is None else value for key, value in metrics.items()}
+    return {key: value for key, value in numbers.items() if value is math.nan or is_number(value)}
 
 
 def solves(test: dict[str, Any]) -> dict[str, float]:
