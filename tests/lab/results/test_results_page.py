@@ -403,6 +403,14 @@ def test_a_table_fills_its_rows(tmp_path):
     assert "| not run |" in line_of(tmp_path, "MOptEq", "opteq/reduced")[0]
 
 
+def test_a_row_that_names_another_recipe_today_is_not_filled_by_a_table_without_origins(tmp_path):
+    row = {"label": "MOptEq", "metric": "accuracy", "measured": 0.5, "seeds": 3}
+    for recipe, filled in (("opteq/reduced-mopteq", True), ("opteq/reduced-opteq", False)):
+        content = {"title": "T", "name": "opteq/reduced", "budget": "small", "rows": [{**row, "recipe": recipe}]}
+        store(tmp_path, "opteq/reduced.table.json", content)
+        assert ("[50.00%](" in line_of(tmp_path, "MOptEq", "opteq/reduced")[0]) is filled
+
+
 def test_an_evaluation_fills_the_rows_that_its_entry_names(tmp_path):
     made = origin("equipoise train jiio/celeba --budget small", "jiio/celeba")
     store(tmp_path, "jiio/celeba.result.json", result(epochs=6, origin=made))

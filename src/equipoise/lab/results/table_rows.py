@@ -73,6 +73,8 @@ def measured_cells(name: str, table: TableSpec, row: Row, stored: Stored) -> Ite
             measurement = other.rows.get((row.label, row.metric))
             if (other.name, other.budget) != (name, budget) or measurement is None:
                 continue
+            if measurement.origin is None and measurement.asked.recipe != row.recipe:
+                continue  # an earlier row of this label, and nothing else says what was trained
             asked = row_tables(row, table, budget, other.changes)
             if asked is not None and same(asked, tables):
                 yield Cell(row, budget, tables, published, measurement)
