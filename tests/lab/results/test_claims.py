@@ -79,6 +79,7 @@ def test_a_missing_value_is_not_run_whatever_else_fails(tmp_path):
         ValueSpec(row="mondeq/table1: no such row"),
         ValueSpec(row="no/table: row"),
         ValueSpec(row="core/table: MNIST", paper=True),  # without a printed number
+        ValueSpec(row=FC, paper=True, metric="loss"),  # of which no number is printed
         ValueSpec(number=1.0, over={"run": "mondeq/nothing"}),
     ):
         assert mark(tmp_path, Comparison(spec, "above", number(0)), stored=stored) == Mark.NOT_RUN

@@ -257,8 +257,8 @@ def row_value(spec: ValueSpec, stored: Stored, budgets: Sequence[str | None]) ->
     _, _, row = found
     metric = spec.metric or row.metric
     if spec.paper:
-        if row.paper is None:
-            return Value(None, f"the paper's number of {row.label!r}")
+        if row.paper is None or row.metric != metric:
+            return Value(None, f"the paper's {metric} of {row.label!r}")
         return Value(Number(row.paper, row.spread), f"{format_metric(metric, row.paper)} in the paper")
     cells = measured_rows(spec, stored)
     if not cells:
