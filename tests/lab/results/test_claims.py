@@ -223,6 +223,13 @@ def test_what_is_not_finite_is_not_left_out(tmp_path, take, missing):
     assert least.number.mean == 1
 
 
+@pytest.mark.parametrize("take", ["only", "least"])
+def test_a_value_that_is_null_is_not_called_several(tmp_path, take):
+    store(tmp_path, "a/b.json", {"x": None})
+    with pytest.raises(RecipeError, match="has 1 values at x, of which 1 are not finite: nothing is left to compare"):
+        value_of(ValueSpec(file="a/b.json", at=("x",), take=take), read_stored(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("command", "full"),
     [

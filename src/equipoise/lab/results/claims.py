@@ -306,12 +306,13 @@ def file_value(spec: ValueSpec, stored: Stored) -> Value:
     found = reduce(lambda places, key: [entry for place in places for entry in step(place, key)], spec.at, [content])
     numbers = [float(entry) for entry in found if is_number(entry)]
     where = " / ".join(spec.at)
-    if not numbers or (spec.take == "only" and len(found) > 1):
+    if not found or (spec.take == "only" and len(found) > 1):
         raise RecipeError(f"{spec.file} has {len(found)} values at {where}: a claim needs one, or `take` of several.")
-    if len(numbers) < len(found) and spec.take != "least":  # null is a number that is not finite, or was never reached
+    if not numbers or (len(numbers) < len(found) and spec.take != "least"):  # null: not finite, or never reached
+        others = "the most or the mean of the others would leave them out" if numbers else "nothing is left to compare"
         raise RecipeError(
-            f"{spec.file} has {len(found)} values at {where}, of which {len(found) - len(numbers)} are not finite: the "
-            "most or the mean of the others would leave them out."
+            f"{spec.file} has {len(found)} values at {where}, of which {len(found) - len(numbers)} are not finite: "
+            f"{others}."
         )
     take = {"only": max, "least": min, "most": max, "mean": lambda n: reduce(operator.add, n) / len(n)}[spec.take]
     number = Number(take(numbers))
