@@ -71,6 +71,24 @@ def test_inception_is_named_as_the_fid(trained, monkeypatch):
     assert (found.distance, found.features, found.note) == (made.distance, made.about, "")
 
 
+@pytest.mark.parametrize(("count", "images"), [(64, 1000), (2048, 20_480)])
+def test_a_table_measures_distances_of_enough_images(trained, monkeypatch, count, images):
+    """The published FID is that of 20,000."""
+    asked = []
+
+    def measured(run_, machine, features, images=1000, **_):
+        asked.append(images)
+        return distance.Distances("D", "features", images, images, 1.0, 2.0, 3.0)
+
+    made = Features("D", "features", count, torch.nn.Identity())  # type: ignore[arg-type]
+    monkeypatch.setattr(distance, "open_features", lambda name, folders: made)
+    monkeypatch.setattr(distance, "run_distances", measured)
+    monkeypatch.setattr(distance, "write_json", lambda path, content: None)
+    with this_machine("cpu") as machine:
+        distance.add_distances(trained / "runs/digits-001", machine, "inception")
+    assert asked == [images]
+
+
 def test_images_have_the_levels_of_a_file():
     images = torch.tensor([-2.0, -1.0, 0.001, 1.0])[:, None, None, None]
     assert (255 * as_files(images)).flatten().tolist() == pytest.approx([0, 0, 128, 255])

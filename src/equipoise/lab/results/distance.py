@@ -33,6 +33,9 @@ from equipoise.tasks.drawing import shown
 from equipoise.tasks.frechet import FeatureStatistics, frechet_distance
 from equipoise.tasks.latent_vectors import fit, squared_error
 
+IMAGES = 1000  # test images by default
+PER_FEATURE = 10  # images per feature that are enough for their covariance
+
 
 @dataclass(frozen=True)
 class Distances:
@@ -79,7 +82,7 @@ def run_distances(
     run: Run,
     machine: Machine,
     features: str = "classifier",
-    images: int = 1000,
+    images: int = IMAGES,
     *,
     seed: int = 0,
     weights: str = "best",
@@ -142,12 +145,17 @@ def run_distances(
 
 
 def add_distances(folder: Path, machine: Machine, features: str, folders: Sequence[Path] = ()) -> None:
-    """Measure the distances of a finished run, or of the runs of a sweep, and add them to the test metrics of each."""
-    kind = open_features(features, folders).distance
+    """Measure the distances of a finished run, or of the runs of a sweep, and add them to the test metrics of each.
+
+    The FID of too few images is too large to be compared with a published one, so that it takes 20,480, or all there
+    are.
+    """
+    network = open_features(features, folders)
+    kind, images = network.distance, max(IMAGES, PER_FEATURE * network.count)
     for run in [Run(path) for path in sorted(folder.glob("seed-*"))] or [open_run(folder)]:
         result = run.result
         if result is not None and not any(name.startswith(kind) for name in result["test"]):
-            found = run_distances(run, machine, features, folders=folders).metrics()
+            found = run_distances(run, machine, features, images, folders=folders).metrics()
             write_json(run.folder / "result.json", {**result, "test": {**result["test"], **found}})
 
 
@@ -161,5 +169,5 @@ def few(network: Features, images: int) -> str:
         return ""
     return (
         f"{images} images are too few for the covariance of {network.count} features: the distance is too large. Use "
-        f"-n {10 * network.count} or more if there are as many test images."
+        f"-n {PER_FEATURE * network.count} or more if there are as many test images."
     )
