@@ -34,9 +34,10 @@ compared up to their standard deviations, sqrt(a² + b²), and single runs up to
 are those of one budget, if there is one at which all were measured.
 
 - **confirmed**: every comparison holds.
-- **refuted**: a comparison fails at the budget of the paper, or whatever the budget.
-- **not at this budget**: a comparison is too close to decide, or it fails with models trained for less than in the
-  paper, or only some of its values were measured at the budget of the paper.
+- **refuted**: a comparison fails at the full budget of its recipes, which is the paper's where the models are the
+  paper's, or whatever the budget.
+- **not at this budget**: a comparison is too close to decide, or it fails with models trained for less than the full
+  budget, or only some of its values were measured at the full budget.
 - **not run**: a number is missing, or is not finite.
 
 **Rows.** "here" is the mean, with the sample standard deviation if there are several seeds. "6 of 40 (small)" is the
