@@ -84,6 +84,7 @@ def inner_time(
     folders: Sequence[Path] = (),
     episodes: int = 16,
     repeats: int = 3,
+    joint_steps: int | None = None,
     adam_steps: int = 20,
     adam_lr: float = 0.1,
     path: Path | None = None,
@@ -96,17 +97,21 @@ def inner_time(
         runs: trained runs of few-shot learning; one panel each.
         episodes: number of test episodes, solved at the same time.
         repeats: number of timings, of which the median is drawn.
+        joint_steps: joint steps; None for those of the task.
         adam_steps, adam_lr: steps of Adam, and its learning rate.
     """
     check_counts(episodes=(episodes, 1), repeats=(repeats, 1), adam_steps=(adam_steps, 1))
+    if joint_steps is not None:
+        check_counts(joint_steps=(joint_steps, 1))
     measured = []
     for run in runs:
         here = opened(run, machine, folders, episodes, episodes)
         model: Any = here.trained.model
         task, (support, labels, query, answers) = here.task, here.batches[0]
         adam = AdamInput(lr=adam_lr)
+        joint = task.steps if joint_steps is None else joint_steps
         methods = {
-            f"joint, {task.steps} steps": (task.solver, task.steps),
+            f"joint, {joint} steps": (task.solver, joint),
             f"Adam, {adam_steps} steps": (adam, adam_steps),
         }
         rows: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in methods}
