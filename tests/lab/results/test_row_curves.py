@@ -48,3 +48,8 @@ def test_rows_without_the_metric_are_left_out():
 def test_seeds_that_have_not_finished_are_compared_up_to_the_same_epoch():
     figure = row_curves([("a", "accuracy", [epochs(0.1, 0.2, 0.3), epochs(0.3, 0.4)])])
     assert lines_of(figure)[0]["a"] == [[1, pytest.approx(0.2)], [2, pytest.approx(0.3)]]
+
+
+def test_as_many_as_20_rows_look_different():
+    figure = row_curves([(f"row {i}", "accuracy", [epochs(0.1, 0.2)]) for i in range(20)])
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].get_lines()}) == 20

@@ -132,7 +132,8 @@ def row_curves(rows: Sequence[tuple[str, str, Sequence[Records]]]) -> Figure | N
         return None
     figure, axes = panels(1, 2, height=4.2 + 0.25 * math.ceil(len(drawn) / 2), sharey=True)
     name = f"{SPLITS[split][0]} {metric}"
-    for (label, logs), color, dashes in zip(drawn.items(), colors(len(drawn)), itertools.cycle(DASHES)):
+    hues = itertools.cycle(colors(min(len(drawn), 10)))  # curves of equal color have other dashes, up to 20 of them
+    for (label, logs), color, dashes in zip(drawn.items(), hues, itertools.cycle(DASHES)):
         shared = list(zip(*logs, strict=False))  # epochs that every seed has finished
         values = torch.tensor([[epoch[split][metric] for epoch in seeds] for seeds in shared], dtype=torch.float64)
         mean, deviation = values.mean(1), values.std(1) if values.shape[1] > 1 else torch.zeros(len(values))
