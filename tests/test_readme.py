@@ -125,6 +125,19 @@ def test_what_training_cost_at_equal_time_is_what_was_measured():
         )
 
 
+def test_what_is_said_of_the_plain_deq_is_what_was_measured():
+    log = (ROOT / "results" / "mondeq" / "plain-deq.row-3.log.jsonl").read_text().splitlines()
+    epochs = [record for record in map(json.loads, log) if record["kind"] == "epoch"]
+    assert epochs[-1]["train"]["solver"]["forward"]["failed"] == 0  # "every forward solve of the last epoch converges"
+    said, step = [], 0
+    for epoch in epochs:
+        solver = epoch["train"]["solver"]
+        said.append([f"{solver[way]['evaluations'] / (epoch['step'] - step):.1f}" for way in ("forward", "backward")])
+        step = epoch["step"]
+    forward, backward = (f"{', '.join(counts[:-1])} and {counts[-1]}" for counts in zip(*said, strict=True))
+    assert f"a minibatch takes {forward} evaluations forward and {backward} backward" in SAID
+
+
 @pytest.mark.parametrize("name", ["opteq-cifar10", "opteq-imagenette"])
 def test_the_tables_of_mopteq_and_mdeq_are_those_of_the_files(name):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
