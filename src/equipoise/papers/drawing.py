@@ -11,6 +11,7 @@ from torch import Tensor
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.data.base import Split, Subset
 from equipoise.lab.files import write_json
+from equipoise.lab.recipes.build import full_title
 from equipoise.lab.results.figures import (
     DIVERGED,
     RESIDUAL,
@@ -99,7 +100,7 @@ def curve_styles(colors: Sequence[Any]) -> list[CurveStyle]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": run.recipe.full_title}
+    return {"run": run.folder.name, "recipe": run.facts["recipe"], "title": full_title(run.recipe)}
 
 
 def tell_apart(measured: Sequence[dict[str, Any]], runs: Sequence[Run]) -> None:

@@ -67,23 +67,27 @@ def test_killed_at_random_moments(tmp_path, kills, epochs):
     moments, pace = random.Random(0), result["seconds"] / result["steps"]
     process = start(tmp_path, "train", write_recipe(tmp_path), *changes)
     killed = Run(tmp_path / "runs" / "patterns-002")
-    unfinished, steps = 0, []
+    unfinished, steps, ended = 0, [], False
     for _ in range(kills):
         until(lambda process=process: "training samples" in process.text)
         time.sleep(moments.uniform(0, 4 * pace))
         process.send(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.text
+        code = process.wait()
+        if ended := code == 0:  # on a busy machine it may be at its end before that
+            break
+        assert code == -signal.SIGKILL, process.text
         assert_readable(killed)
         unfinished += len(parts(killed))
         steps.append(checkpoints.read(killed.last)[1]["progress"]["position"]["step"] if killed.last.exists() else 0)
         for part in parts(killed):
             part.write_bytes(b"nobody must read this")
         process = start(tmp_path, "resume", killed.folder, *TRUST)
-    assert process.wait() == 0, process.text
+    assert steps
+    assert ended or process.wait() == 0, process.text
     assert_same(uninterrupted, killed)
     assert (killed.folder / "result.json").exists()
     print(
-        f"{kills} kills at {len(set(steps))} different steps up to {max(steps)} of {STEPS * epochs}, {unfinished} "
+        f"{len(steps)} kills at {len(set(steps))} different steps up to {max(steps)} of {STEPS * epochs}, {unfinished} "
         f"while a file was written: {len(killed.records())} lines of the log, last and best weights the same to the bit"
     )
 

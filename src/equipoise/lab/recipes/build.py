@@ -148,6 +148,13 @@ def module_of(name: str) -> str:
 # Checking
 
 
+def full_title(recipe: Recipe) -> str:
+    """Return the title of a recipe, followed by the size of its images if they are resized and it does not say so."""
+    size = recipe.data.options.get("size")
+    told = not isinstance(size, int) or f"{size}x{size}" in recipe.title
+    return recipe.title if told else f"{recipe.title}, images of {size}x{size}"
+
+
 def check(source: RecipeFile) -> Recipe:
     """Read a recipe and build everything that needs no data, so that mistakes show before anything is loaded."""
     require_trust(source)

@@ -119,13 +119,6 @@ class Recipe:
     seeds: Count = 1  # number of runs, with seed, seed + 1, ...
     budget: dict[str, dict[str, Any]] = field(default_factory=dict)  # changes by dotted key: smoke, small, ...
 
-    @property
-    def full_title(self) -> str:
-        """The title, followed by the size of the images if they are resized and the title does not say so."""
-        size = self.data.options.get("size")
-        told = not isinstance(size, int) or f"{size}x{size}" in self.title
-        return self.title if told else f"{self.title}, images of {size}x{size}"
-
 
 @dataclass(frozen=True)
 class Row:

@@ -21,7 +21,7 @@ import equipoise
 from equipoise.fixed_point import Equilibrium
 from equipoise.lab.files import write_text
 from equipoise.lab.printable import printable, printable_text
-from equipoise.lab.recipes.build import MODEL_SECTIONS, module_of, outside_names
+from equipoise.lab.recipes.build import MODEL_SECTIONS, full_title, module_of, outside_names
 from equipoise.lab.recipes.reading import to_toml
 from equipoise.lab.results import figures
 from equipoise.lab.results.summary import Notice, RunSummary, summarize_run
@@ -111,7 +111,7 @@ def page(summaries: list[RunSummary], markdown_name: str) -> str:
 
 
 def title_of(summaries: list[RunSummary]) -> str:
-    return summaries[0].recipe.full_title if len(summaries) == 1 else f"Comparison of {len(summaries)} runs"
+    return full_title(summaries[0].recipe) if len(summaries) == 1 else f"Comparison of {len(summaries)} runs"
 
 
 def run_part(summary: RunSummary) -> dict[str, Any]:

@@ -655,9 +655,8 @@ class Trainer:
     def introduce(self) -> None:
         count, data, position = parameter_count(self.learner.model), self.data, self.state.position
         held = f", {len(data.val)} for validation" if data.val is not None else ""
-        self.log.show(
-            f"{self.recipe.full_title}: {count:,} parameters; {data.name}: {len(data.train)} training samples{held}"
-        )
+        title = build.full_title(self.recipe)
+        self.log.show(f"{title}: {count:,} parameters; {data.name}: {len(data.train)} training samples{held}")
         if data.note:
             self.log.show(f"note: {data.note}")
         if modules := dict.fromkeys(build.module_of(name) for _, name in build.outside_names(self.source)):
