@@ -202,9 +202,9 @@ def watch_files(folder: Path) -> None:
 # Processes
 
 
-def until(condition: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any], patience: float = PATIENCE) -> Any:
     """What the condition gives, as soon as it is true."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not (found := condition()):
         if time.monotonic() > end:
             raise TimeoutError
