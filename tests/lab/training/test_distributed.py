@@ -203,14 +203,16 @@ def test_torchrun_is_asked_to_stop(tmp_path):
     """torchrun hands SIGTERM on to the processes, which stop at the same step; they can be continued."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     words = ("train", write_recipe(tmp_path), "phases.0.epochs=200")
-    for attempt in range(3):  # on a busy machine, processes of torchrun may wait for its store for ever
+    tries = 3  # on a busy machine, processes of torchrun may wait for its store for ever
+    while True:
         with command(*words, python=launcher, folder=tmp_path) as torchrun:
             try:
                 until(lambda run=torchrun: run.poll() is not None or latest(tmp_path).records(), patience=60)
             except TimeoutError:
+                tries -= 1
+                assert tries
                 torchrun.terminate()  # which ends its processes
                 torchrun.communicate(timeout=PATIENCE)
-                assert attempt < 2
                 continue
             torchrun.send_signal(signal.SIGTERM)
             text, errors = torchrun.communicate(timeout=PATIENCE)
