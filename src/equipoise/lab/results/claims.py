@@ -184,9 +184,9 @@ def compare(comparison: Comparison, left: Number, right: Number) -> tuple[bool |
 
 
 def shared_budget(comparison: Comparison, stored: Stored) -> list[str | None]:
-    """Return the budget, in a list, at which all rows of a comparison were measured; with the most epochs of several.
+    """Return a list with the budget at which all rows of a comparison were measured, or an empty list.
 
-    An empty list if there is none.
+    If there are several such budgets, it is the one with the most epochs.
     """
     specs = [spec for side in (comparison.left, comparison.right) for spec in parts_of(side)]
     rows = [measured_rows(spec, stored) for spec in specs if spec.row and not spec.paper]

@@ -130,7 +130,7 @@ class Measurement:
 
     @cached_property
     def recipe_today(self) -> dict[str, Any] | None:
-        """The tables that the command would train today; None if there is no such recipe or budget any more.
+        """The tables that the command would train today; None if its recipe or budget no longer exists.
 
         Of the recipes of a table or figure, it is the one that was trained, if that is still one of them.
         """
